@@ -1,0 +1,1 @@
+"""Toy methods that exercise the harness."""
