@@ -1,6 +1,6 @@
 PYTHON ?= python3
 VENV   := .venv
-PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
 USE    := retrieval,clustering,embedded,peers
 WORK   := $(USE),dask,ray,test,browser,lint,docs
 PINS   := pyproject.toml constraints.txt requirements-data.txt

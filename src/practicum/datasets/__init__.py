@@ -1,0 +1,19 @@
+"""Embedded data, generated or taken from installed packages, and the reading of the user's own files."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "docstring_corpus": ["TextPairs", "docstrings"],
+        "token_vectors": [
+            "TokenVectorPairs",
+            "TokenVectors",
+            "docstring_vectors",
+            "encode_texts",
+            "synthetic_multivectors",
+        ],
+        "tables": ["Table", "digits", "mfeat", "mnist_5k", "mnist_shifted", "noisy_moons"],
+        "files": ["DataFileError", "read_jsonl", "read_multivectors_npz", "read_table", "read_text_pairs"],
+    },
+)
