@@ -190,15 +190,10 @@ def what_ran(result: Result) -> str:
     by_arm: list[tuple[str, ...]] = []
     for arm in result.arms:
         used = [row.resources for row in result.rows if row.arm == arm and row.status == "ok"]
-        seconds = [u["seconds"] for u in used if u.get("seconds") is not None]
-        memory = [u["peak_memory_bytes"] for u in used if u.get("peak_memory_bytes") is not None]
-        by_arm.append(
-            (
-                cell(arm),
-                seconds_in_words(statistics.median(seconds)) if seconds else MISSING,  # type: ignore[type-var]
-                bytes_in_words(max(memory)) if memory else MISSING,  # type: ignore[type-var]
-            )
-        )
+        seconds = [took for resources in used if (took := resources.get("seconds")) is not None]
+        memory = [peak for resources in used if (peak := resources.get("peak_memory_bytes")) is not None]
+        time = seconds_in_words(statistics.median(seconds)) if seconds else MISSING
+        by_arm.append((cell(arm), time, bytes_in_words(max(memory)) if memory else MISSING))
     facts = [(cell(name), cell(value)) for name, value in flat(result.run)]
     return "\n\n".join([table(["Arm", "Time a seed", "Peak memory"], by_arm), table(["", ""], facts)])
 

@@ -114,6 +114,15 @@ def test_work_that_raises_leaves_the_other_arms_timed():
     assert list(errors) == ["a"]
 
 
+def test_what_the_last_call_returned_is_measured_off_the_clock():
+    numbers = iter(range(9))
+    slow = lambda returned: time.sleep(0.1) or {"last": returned}  # noqa: E731
+    timings, errors = time_workloads({"a": Workload(lambda: next(numbers), metrics=slow)})
+    assert not errors
+    assert timings["a"]["metrics"] == {"last": 3}
+    assert max(timings["a"]["wall"]) < 0.1
+
+
 def test_the_memory_of_an_arm_is_its_own():
     with MemoryGauge() as large:
         bytearray(200_000_000)

@@ -72,7 +72,7 @@ class TestDocstrings:
         found, parsed = [], []
         for file in docstring_corpus._source_files(folder):
             source = file.read_text(encoding="utf-8")
-            found += docstring_corpus._docstrings_of(source)
+            found += [inspect.cleandoc(text) for text in docstring_corpus._docstrings_of(source)]
             for node in ast.walk(ast.parse(source)):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     parsed += [ast.get_docstring(node)] if ast.get_docstring(node) else []
@@ -120,7 +120,7 @@ class TestDocstringVectors:
         np.testing.assert_allclose(np.linalg.norm(pairs.documents.vectors, axis=1), 1, atol=1e-5)
         assert pairs.energy_kept == pytest.approx(1)
         # With all directions kept the projection is a rotation, so inner products are those of the encoder.
-        plain = [v / np.linalg.norm(v, axis=1, keepdims=True) for v in encoder.encode(texts.documents, max_length=72)]
+        plain = [v / np.linalg.norm(v, axis=1, keepdims=True) for v in encoder.encode(texts.documents, max_length=64)]
         for i in (0, 7, 59):
             found = pairs.documents.take([i]).vectors
             np.testing.assert_allclose(found @ found.T, plain[i] @ plain[i].T, atol=1e-4)
@@ -181,7 +181,7 @@ class TestDocstringVectors:
 
     @pytest.mark.parametrize("wrong", [0, 31])
     def test_more_queries_than_documents(self, wrong: int):
-        with pytest.raises(ValueError, match=f"n_queries={wrong}: must be from 1 to n_documents=30"):
+        with pytest.raises(ValueError, match=f"n_queries={wrong}: must be from 1 to 30"):
             docstring_vectors(30, wrong)
 
     def test_a_summary_finds_its_body(self):
@@ -266,3 +266,9 @@ def test_taking_sets_in_any_order():
     assert taken.lengths.tolist() == [2, 1, 2]
     assert taken.vectors[:, 0].tolist() == [8, 10, 0, 8, 10]
     assert sets.take([]).vectors.shape == (0, 2)
+
+
+def test_a_large_corpus_has_queries_for_its_first_documents(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(token_vectors, "MOST_QUERIES", 5)
+    pairs = docstring_vectors(14, dimension=8)
+    assert (len(pairs.documents), len(pairs.queries), pairs.relevant.tolist()) == (14, 5, [0, 1, 2, 3, 4])

@@ -10,6 +10,7 @@ import pytest
 
 from practicum.toolbox import cache
 from practicum.toolbox.cache import CacheError, build_once, cache_folder, cache_key, load_or_build
+from practicum.toolbox.errors import InputError
 
 SLOW_BUILDER = """
 import sys, time
@@ -181,3 +182,9 @@ def test_names_of_one_target_are_not_taken_for_leftovers_of_another(tmp_path: Pa
     build_once(tmp_path / "target", write("x"))
     assert (tmp_path / ".targets.abc.tmp").exists()
     assert cache._prefix(tmp_path / "target") == ".target."
+
+
+def test_what_is_wrong_with_the_cache_is_for_the_user_to_mend():
+    assert issubclass(CacheError, InputError)
+    assert issubclass(CacheError, OSError)
+    assert str(CacheError("one line")) == "one line"

@@ -169,7 +169,10 @@ class Workload:
         Threads that BLAS, OpenMP and torch may use meanwhile.
     repeats : int
     warm_up : bool
-        Whether the call before the first measured one is made. Switch off only where one call takes tens of seconds.
+        Whether the call before the first measured one is made. Switch off only where one call takes seconds.
+    metrics : callable, optional
+        ``metrics(returned) -> mapping of str to float``: what the work came to, computed off the clock from what
+        the last call returned.
     """
 
     call: Callable[[], Any]
@@ -178,6 +181,7 @@ class Workload:
     threads: int = 1
     repeats: int = 3
     warm_up: bool = True
+    metrics: Callable[[Any], Mapping[str, float]] | None = None
 
 
 @dataclass
@@ -233,6 +237,10 @@ class Check:
         Default number of seeds.
     trade_offs : tuple of (str, str)
         Pairs (timed metric, quality metric); each is a point per arm in the report's time-quality plot.
+    threads : int or None
+        Threads for ``prepare`` and for all that an arm does off the stopwatch, so that the numbers do not depend on
+        how many seeds run side by side. ``None`` takes all cores, and is heeded only where seeds run one by one: in
+        a check with timed arms.
 
     Examples
     --------
@@ -256,6 +264,7 @@ class Check:
     comparisons: tuple[Comparison, ...] = ()
     seeds: Mapping[str, int] = {"quick": 3, "full": 5, "paper": 5}
     trade_offs: tuple[tuple[str, str], ...] = ()
+    threads: int | None = 1
 
     def prepare(self, request: Request) -> Any:
         """Make the work of one seed, the same for every arm. Runs once per seed."""

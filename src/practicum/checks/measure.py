@@ -116,12 +116,13 @@ def time_workloads(
     -------
     timings : dict of str to dict
         By arm: ``wall`` and ``cpu`` (lists of seconds, one a repeat), ``clock``, ``units``, ``threads``, ``value``
-        (the metric: units over the median of the seconds, or that median).
+        (the metric: units over the median of the seconds, or that median), ``metrics`` (of what was returned).
     errors : dict of str to exception
         Arms whose work raised; they have no timing.
     """
     seconds: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in workloads}
     errors: dict[str, BaseException] = {}
+    returned: dict[str, Any] = {}
 
     def once(name: str, keep: bool) -> None:
         work = workloads[name]
@@ -131,11 +132,12 @@ def time_workloads(
             gc.disable()
             try:
                 wall, cpu = time.perf_counter(), time.process_time()
-                work.call()
+                outcome = work.call()
                 cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
             finally:
                 gc.enable()
         if keep:
+            returned[name] = outcome if work.metrics is not None else None
             seconds[name]["wall"].append(wall)
             seconds[name]["cpu"].append(cpu)
 
@@ -145,6 +147,13 @@ def time_workloads(
                 continue
             try:
                 once(name, keep=turn > 0)
+            except Exception as error:
+                errors[name] = error
+    measured = {}
+    for name, work in workloads.items():
+        if name not in errors and work.metrics is not None:
+            try:
+                measured[name] = dict(work.metrics(returned[name]))
             except Exception as error:
                 errors[name] = error
     timings = {}
@@ -158,6 +167,7 @@ def time_workloads(
                 "units": work.units,
                 "threads": work.threads,
                 "value": value,
+                "metrics": measured.get(name, {}),
             }
     return timings, errors
 

@@ -264,7 +264,8 @@ class _Run:
             if not left and not left_timed:
                 continue
             self.tell(f"seed {request.seed}: preparing")
-            work, failed = _prepare(self.check, request, [*left, *(timed if left_timed else [])])
+            with limit_threads(self.check.threads):
+                work, failed = _prepare(self.check, request, [*left, *(timed if left_timed else [])])
             if failed:
                 self.store.writer.write(failed)
                 self.note(failed)
@@ -287,13 +288,15 @@ class _Run:
         workloads: dict[str, dict[str, Workload]] = {}
         for arm in arms:
             self.tell(f"seed {request.seed}: {arm}")
-            rows[arm], metrics = _run_arm(self.check, request, arm, work, threads=None)
+            rows[arm], metrics = _run_arm(self.check, request, arm, work, threads=self.check.threads)
             for metric, workload in metrics.timed.items():
                 workloads.setdefault(metric, {})[arm] = workload
         for metric, by_arm in workloads.items():
             timings, errors = time_workloads(by_arm, partial(self._tell_timing, request.seed, metric))
             for arm, timing in timings.items():
-                rows[arm].metrics[metric] = timing["value"]
+                outcome = as_metrics(timing.pop("metrics"))
+                rows[arm].metrics |= {metric: timing["value"], **outcome.values}
+                rows[arm].missing |= outcome.missing
                 rows[arm].timings[metric] = timing
             for arm, error in errors.items():
                 _fail(rows[arm], error)

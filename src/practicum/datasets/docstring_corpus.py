@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import re
 import warnings
@@ -27,14 +26,16 @@ SOURCES = (
     ("torch", "torch", "BSD-3-Clause"),
     ("transformers", "transformers", "Apache-2.0"),
 )
-HARVEST_VERSION = 1
+HARVEST_VERSION = 2
 LONGEST_SUMMARY = 300
 SHORTEST_SUMMARY_WORDS = 3
 SHORTEST_BODY_WORDS = 6
 LONGEST_BODY = 2000
+LONGEST_BODY_READ = 10_000
 
 # Reading a docstring by a pattern and only its literal by `ast` is ten times faster than parsing whole files.
 DOCSTRING = re.compile(r':[ \t]*(?:\#[^\n]*)?\n(?:[ \t]*\n)?[ \t]+([rR]?)"""(.*?)"""', re.DOTALL)
+BLANK_LINE = re.compile(r"\n[ \t]*\n")
 SENTENCE_END = re.compile(r"(?<=[a-z)`\"'0-9]\.)\s+(?=[A-Z`\"'(])")
 
 
@@ -170,11 +171,12 @@ def _docstrings_of(source: str) -> Iterator[str]:
                     text = ast.literal_eval(f'"""{text}"""')
             except (SyntaxError, ValueError):
                 continue
-        yield inspect.cleandoc(text)
+        yield text
 
 
 def _split(docstring: str) -> tuple[str, str]:
-    summary, _, body = docstring.partition("\n\n")
+    summary, body = [*BLANK_LINE.split(docstring.strip(), maxsplit=1), ""][:2]
+    body = body[:LONGEST_BODY_READ]
     if not body or len(summary) > LONGEST_SUMMARY:
         sentence, *rest = SENTENCE_END.split(summary, maxsplit=1)
         summary, body = sentence, "\n\n".join([*rest, body])

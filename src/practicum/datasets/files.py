@@ -14,12 +14,13 @@ import numpy as np
 from practicum.datasets.docstring_corpus import TextPairs
 from practicum.datasets.tables import Table
 from practicum.datasets.token_vectors import TokenVectors
+from practicum.toolbox.errors import InputError
 
 TABLE_SUFFIXES = (".npy", ".csv", ".parquet")
 USERS_OWN = "the user's own"
 
 
-class DataFileError(ValueError):
+class DataFileError(InputError):
     """A data file that cannot be read; the message names the file and, where there are any, the line and the field.
 
     Parameters

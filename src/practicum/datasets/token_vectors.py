@@ -18,7 +18,8 @@ from practicum.toolbox.installed import installed_version
 if TYPE_CHECKING:
     from practicum.models.encoders import TokenEncoder
 
-MAX_LENGTH = 72
+MAX_LENGTH = 64
+MOST_QUERIES = 4000
 TEXTS_A_CHUNK = 500
 TEXTS_A_BATCH = 32
 CORPUS_SEED = 0
@@ -126,8 +127,8 @@ def docstring_vectors(
     ----------
     n_documents : int
     n_queries : int, optional
-        How many of the documents' summaries to draw as queries, without replacement. By default all of them, in the
-        order of the documents.
+        How many queries to draw without replacement from the summaries of the documents, or of the first 4000 where
+        there are more. By default all of these, in the order of the documents.
     random_state : int
         Of the draw of the queries; the documents do not depend on it.
     dimension : int
@@ -155,8 +156,9 @@ def docstring_vectors(
     >>> pairs.documents.vectors.shape[1], len(pairs.queries)
     (32, 5)
     """
-    if n_queries is not None and not 1 <= n_queries <= n_documents:
-        raise ValueError(f"n_queries={n_queries}: must be from 1 to n_documents={n_documents}")
+    n_available = min(n_documents, MOST_QUERIES)
+    if n_queries is not None and not 1 <= n_queries <= n_available:
+        raise ValueError(f"n_queries={n_queries}: must be from 1 to {n_available}")
     texts = docstrings(n_documents, random_state=CORPUS_SEED)
     inputs = {
         "harvest": HARVEST_VERSION,
@@ -165,6 +167,7 @@ def docstring_vectors(
         "n_documents": n_documents,
         "dimension": dimension,
         "max_length": MAX_LENGTH,
+        "most_queries": MOST_QUERIES,
         "device": str(device).partition(":")[0],
     }
     target = cache_folder() / "docstring_vectors" / f"{cache_key(inputs)}.npz"
@@ -175,7 +178,13 @@ def docstring_vectors(
 
         encoder = load_token_encoder(device=device)
         pairs = encode_texts(
-            encoder, texts.documents, texts.queries, dimension=dimension, chunks=chunks, progress=progress
+            encoder,
+            texts.documents,
+            texts.queries[:n_available],
+            dimension=dimension,
+            relevant=np.arange(n_available),
+            chunks=chunks,
+            progress=progress,
         )
         with path.open("wb") as stream:
             np.savez(
@@ -190,9 +199,9 @@ def docstring_vectors(
     arrays = load_or_build(target, build, _load_arrays)
     shutil.rmtree(chunks, ignore_errors=True)
     queries = TokenVectors(arrays["queries"], arrays["query_lengths"])
-    relevant = np.arange(n_documents)
+    relevant = np.arange(n_available)
     if n_queries is not None:
-        relevant = np.random.default_rng(random_state).permutation(n_documents)[:n_queries]
+        relevant = np.random.default_rng(random_state).permutation(n_available)[:n_queries]
         queries = queries.take(relevant)
     return TokenVectorPairs(
         documents=TokenVectors(arrays["documents"], arrays["document_lengths"]),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from practicum.models.loading import NOT_STATED, load_pretrained, locate, usable_device
+from practicum.toolbox.errors import InputError
 from practicum.toolbox.extras import requires
 from practicum.toolbox.installed import installed_version, packaged_file
 
@@ -69,8 +70,10 @@ class TokenEncoder:
 
         Raises
         ------
+        InputError
+            A ValueError: when a text yields no tokens, naming its index.
         ValueError
-            When a text yields no tokens, naming its index; when ``batch_size`` or ``max_length`` is below 1.
+            When ``batch_size`` or ``max_length`` is below 1, or a single text is given.
 
         Examples
         --------
@@ -118,7 +121,7 @@ class TokenEncoder:
         ]
         for i, positions in enumerate(kept):
             if not positions:
-                raise ValueError(f"texts[{i}]={texts[i]!r}: yields no tokens")
+                raise InputError(f"texts[{i}]={texts[i]!r}: yields no tokens")
         return encoded["input_ids"], kept
 
 

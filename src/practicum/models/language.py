@@ -9,6 +9,7 @@ from typing import Any
 from practicum.models.gguf import write_llama_folder
 from practicum.models.loading import NOT_STATED, load_pretrained, locate, usable_device
 from practicum.toolbox.cache import build_once, cache_folder, cache_key
+from practicum.toolbox.errors import InputError
 from practicum.toolbox.extras import requires
 from practicum.toolbox.installed import installed_version, packaged_file
 
@@ -63,6 +64,8 @@ def load_language_model(
     ------
     ModelError
         When the model or the device is not there, or weights are missing; a ValueError that names the argument.
+    InputError
+        A ValueError: when ``dtype`` is not a floating-point type.
     MissingExtra
         When torch, transformers, gguf or the package with the default model is not installed.
 
@@ -99,7 +102,7 @@ def load_language_model(
 def _checked_dtype(torch: Any, dtype: Any) -> Any:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype={dtype!r}: must be a floating-point torch dtype such as 'float32' or 'bfloat16'")
+        raise InputError(f"dtype={dtype!r}: must be a floating-point torch dtype such as 'float32' or 'bfloat16'")
     return found
 
 

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from practicum.toolbox.errors import InputError
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 NOT_STATED = "not stated; see the model's own card"
 
 
-class ModelError(ValueError):
+class ModelError(InputError):
     """A model that cannot be loaded; one line that names the argument, the value seen and what would be right."""
 
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import platformdirs
 
+from practicum.toolbox.errors import InputError
+
 ENVIRONMENT_VARIABLE = "PRACTICUM_CACHE"
 
 
-class CacheError(OSError):
+class CacheError(InputError, OSError):
     """The cache folder cannot be made or written to; the message names it and says what to do."""
 
 
