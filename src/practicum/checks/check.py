@@ -80,7 +80,8 @@ class Comparison:
     """A claim of the paper as an inequality between two arms, stated before anything is measured.
 
     Exactly one rule is given. Rules on differences and ratios compare ``arm`` with ``against`` by pairs (the same
-    seed, the same work); rules on values look at ``arm`` alone.
+    seed, the same work); rules on values look at ``arm`` alone. Every margin is a number, or a mapping from scale to
+    number where the specification asks for that.
 
     Parameters
     ----------
@@ -104,8 +105,8 @@ class Comparison:
     timed : bool
         Whether the metric is measured by the stopwatch. The arms of a timed comparison run alone.
 
-    Every margin is a number, or a mapping from scale to number where the specification asks for that.
-
+    Examples
+    --------
     >>> Comparison("more-accurate", metric="accuracy", arm="ours", against="theirs", difference_above=0.0).rule
     'difference_above'
     """

@@ -12,20 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 from practicum.checks.check import Workload
 
 
 @contextmanager
-def limit_threads(threads: int | None) -> Iterator[None]:
-    """Limit BLAS, OpenMP and torch to so many threads inside the block; ``None`` leaves them as they are."""
+def limit_threads(threads: int | None, controller: ThreadpoolController | None = None) -> Iterator[None]:
+    """Limit BLAS, OpenMP and torch to so many threads inside the block; ``None`` leaves them as they are.
+
+    Finding the loaded libraries takes a while; a ``controller`` that has found them is used where it is given.
+    """
     if threads is None:
         yield
         return
     torch = sys.modules.get("torch")
     before = torch.get_num_threads() if torch is not None else None
-    with threadpool_limits(limits=threads):
+    with (controller or ThreadpoolController()).limit(limits=threads):
         if torch is not None:
             torch.set_num_threads(threads)
         try:
@@ -123,32 +126,35 @@ def time_workloads(
     seconds: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in workloads}
     errors: dict[str, BaseException] = {}
     returned: dict[str, Any] = {}
+    controller = ThreadpoolController()
 
     def once(name: str, keep: bool) -> None:
         work = workloads[name]
         advance(name)
-        with limit_threads(work.threads):
-            gc.collect()
-            gc.disable()
-            try:
-                wall, cpu = time.perf_counter(), time.process_time()
-                outcome = work.call()
-                cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            finally:
-                gc.enable()
+        with limit_threads(work.threads, controller):
+            wall, cpu = time.perf_counter(), time.process_time()
+            outcome = work.call()
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         if keep:
             returned[name] = outcome if work.metrics is not None else None
             seconds[name]["wall"].append(wall)
             seconds[name]["cpu"].append(cpu)
 
-    for turn in range(max((work.repeats for work in workloads.values()), default=0) + 1):
-        for name, work in workloads.items():
-            if name in errors or turn > work.repeats or (turn == 0 and not work.warm_up):
-                continue
-            try:
-                once(name, keep=turn > 0)
-            except Exception as error:
-                errors[name] = error
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(max((work.repeats for work in workloads.values()), default=0) + 1):
+            # Anew after the warm-up, which may have loaded libraries.
+            controller = ThreadpoolController() if turn < 2 else controller
+            for name, work in workloads.items():
+                if name in errors or turn > work.repeats or (turn == 0 and not work.warm_up):
+                    continue
+                try:
+                    once(name, keep=turn > 0)
+                except Exception as error:
+                    errors[name] = error
+    finally:
+        gc.enable()
     measured = {}
     for name, work in workloads.items():
         if name not in errors and work.metrics is not None:

@@ -61,16 +61,16 @@ def anchor_graph(X: ArrayLike, anchors: ArrayLike, n_neighbors: int = 5, *, batc
     >>> B.toarray().round(3).tolist()
     [[0.529, 0.471, 0.0], [0.429, 0.571, 0.0]]
     """
-    X = check_array(X, dtype=(np.float64, np.float32), input_name="X")
-    anchors = check_array(anchors, dtype=(np.float64, np.float32), input_name="anchors")
-    n, m, s = len(X), len(anchors), n_neighbors
-    if X.shape[1] != anchors.shape[1]:
-        raise ValueError(f"anchors must have the {X.shape[1]} columns of X; got {anchors.shape[1]}")
+    points: NDArray = check_array(X, dtype=(np.float64, np.float32), input_name="X")
+    centers: NDArray = check_array(anchors, dtype=(np.float64, np.float32), input_name="anchors")
+    n, m, s = len(points), len(centers), n_neighbors
+    if points.shape[1] != centers.shape[1]:
+        raise ValueError(f"anchors must have the {points.shape[1]} columns of X; got {centers.shape[1]}")
     if not 1 <= s < m:
         raise ValueError(f"n_neighbors must be at least 1 and below the {m} distinct anchors; got n_neighbors={s}")
     columns = np.empty((n, s), dtype=np.int32)
     weights = np.empty((n, s))
-    for rows, nearest, squared in nearest_anchors(X, anchors, s + 1, batch_size):
+    for rows, nearest, squared in nearest_anchors(points, centers, s + 1, batch_size):
         # The farthest of the s + 1 is the first column: its distance is the one the weights are measured from.
         closeness = squared[:, :1] - squared[:, 1:]
         total = closeness.sum(axis=1, keepdims=True)
@@ -189,9 +189,10 @@ def place_anchors(X: NDArray, n_anchors: int, method: str, random_state: np.rand
 
 
 def normalize(B: sparse.csr_array) -> tuple[sparse.csr_array, NDArray[np.float64]]:
-    r"""Return :math:`R = B \Lambda^{-1/2}` and the diagonal of :math:`\Lambda^{-1/2}`, :math:`\Lambda = diag(B^\top 1)`.
+    r"""Return :math:`R = B \Lambda^{-1/2}` and the diagonal of :math:`\Lambda^{-1/2}`.
 
-    :math:`A = R R^\top` then has rows and columns that sum to 1. An anchor that is near no point gets weight 0.
+    With :math:`\Lambda = diag(B^\top 1)`, the rows and columns of :math:`A = R R^\top` sum to 1. An anchor that is
+    near no point gets weight 0.
     R overwrites the entries of B.
     """
     degrees = np.asarray(B.sum(axis=0)).ravel()

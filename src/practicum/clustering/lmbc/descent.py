@@ -112,7 +112,7 @@ def descend(
             break
         after = Partition.of(partition.labels, coordinates, n_clusters)
         J = objective(after)
-        if J > path[-1]:
+        if path[-1] < J:
             partition = Partition.of(before, coordinates, n_clusters)
             break
         partition = after
@@ -240,7 +240,7 @@ def _fill_empty(labels: NDArray[np.int32], coordinates: NDArray[np.float64], n_c
     return labels
 
 
-def _one_hot(labels: NDArray[np.int32], n_clusters: int) -> sparse.csc_array:
+def _one_hot(labels: NDArray, n_clusters: int) -> sparse.csc_array:
     """The transposed label matrix, shape (c, n)."""
     n = len(labels)
     return sparse.csc_array((np.ones(n), labels, np.arange(n + 1)), shape=(n_clusters, n))

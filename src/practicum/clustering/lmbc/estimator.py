@@ -184,15 +184,17 @@ class LMBC(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Base
         ValueError
             When X is not a finite dense matrix, or a parameter is out of range; the message names it.
         """
-        X = validate_data(self, X, dtype=(np.float64, np.float32))
-        start = self._check_parameters(X)
+        points: NDArray = validate_data(self, X, dtype=(np.float64, np.float32))
+        start = self._check_parameters(points)
         random_state = check_random_state(self.random_state)
         if self.n_clusters == 1:
-            return self._fit_groups(X, X.mean(axis=0, dtype=np.float64)[None], np.zeros(len(X), dtype=np.int32))
-        distinct = _few_distinct_rows(X, self.n_clusters)
+            return self._fit_groups(
+                points, points.mean(axis=0, dtype=np.float64)[None], np.zeros(len(points), dtype=np.int32)
+            )
+        distinct = _few_distinct_rows(points, self.n_clusters)
         if distinct is not None:
-            return self._fit_distinct(X, *distinct, random_state)
-        return self._fit_manifold(X, start, random_state)
+            return self._fit_distinct(points, *distinct, random_state)
+        return self._fit_manifold(points, start, random_state)
 
     def predict(self, X: ArrayLike) -> NDArray[np.int32]:
         r"""Label of the nearest cluster, :math:`\arg\min_k \|e(x) - M_k / n_k\|^2`; sizes play no part.
@@ -213,16 +215,16 @@ class LMBC(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Base
             When X is not a finite dense matrix with the columns of the training data.
         """
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=(np.float64, np.float32), reset=False)
-        labels = np.empty(len(X), dtype=np.int32)
+        points: NDArray = validate_data(self, X, dtype=(np.float64, np.float32), reset=False)
+        labels = np.empty(len(points), dtype=np.int32)
         if self._centers is None:
-            for rows, nearest, _ in nearest_anchors(X, self.anchors_, 1, self.batch_size):
-                labels[rows] = self._groups[nearest[:, 0]]
+            for rows, nearest, _ in nearest_anchors(points, self.anchors_, 1, self.batch_size):
+                labels[rows] = self._groups[nearest[:, 0]]  # type: ignore[index]
             return labels
         squared_norms = np.einsum("ij,ij->i", self._centers, self._centers)
-        for start in range(0, len(X), self.batch_size):
+        for start in range(0, len(points), self.batch_size):
             rows = slice(start, start + self.batch_size)
-            labels[rows] = (squared_norms - 2.0 * (self._coordinates(X[rows]) @ self._centers.T)).argmin(axis=1)
+            labels[rows] = (squared_norms - 2.0 * (self._coordinates(points[rows]) @ self._centers.T)).argmin(axis=1)
         return labels
 
     def transform(self, X: ArrayLike) -> NDArray[np.float64] | NDArray[np.float32]:
@@ -244,8 +246,8 @@ class LMBC(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Base
             When X is not a finite dense matrix with the columns of the training data.
         """
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=(np.float64, np.float32), reset=False)
-        return self._coordinates(X).astype(X.dtype, copy=False)
+        points: NDArray = validate_data(self, X, dtype=(np.float64, np.float32), reset=False)
+        return self._coordinates(points).astype(points.dtype, copy=False)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -280,12 +282,14 @@ class LMBC(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Base
             value = getattr(self, name)
             if not _is_real(value) or not 0 <= value < np.inf:
                 raise ValueError(f"{name} must be a finite number of at least 0; got {name}={value!r}")
-        if self.n_anchors != "auto" and (not _is_int(self.n_anchors) or not c <= self.n_anchors <= n):
+        m: Any = self.n_anchors
+        if m != "auto" and (not _is_int(m) or not c <= m <= n):
             raise ValueError(
                 f"n_anchors must be 'auto' or an int from n_clusters={c} to the number of rows, {n};"
                 f" got n_anchors={self.n_anchors!r}"
             )
-        if self.n_components != "auto" and (not _is_int(self.n_components) or self.n_components < 1):
+        r: Any = self.n_components
+        if r != "auto" and (not _is_int(r) or r < 1):
             raise ValueError(
                 f"n_components must be 'auto' or an int of at least 1; got n_components={self.n_components!r}"
             )
@@ -330,8 +334,8 @@ class LMBC(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Base
         w, V = spectrum(R)
         if self.n_components == "auto":
             r = max(min(50, 5 * c, int(np.sum(w > NEGLIGIBLE_EIGENVALUE))), min(c, len(anchors)))
-        elif self.n_components <= len(anchors):
-            r = self.n_components
+        elif int(self.n_components) <= len(anchors):
+            r = int(self.n_components)
         else:
             raise ValueError(
                 f"n_components must be at most the number of distinct anchors, {len(anchors)};"
@@ -360,8 +364,8 @@ class LMBC(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Base
         assert best is not None
         self.anchors_ = anchors
         self._projection = scale[:, None] * projection
-        self._centers = best.partition.sums / best.partition.sizes[:, None]
-        self._groups = None
+        self._centers: NDArray[np.float64] | None = best.partition.sums / best.partition.sizes[:, None]
+        self._groups: NDArray[np.int32] | None = None
         return self._set_result(best.partition.labels, best.path, best.n_iter, weight)
 
     def _balance_weight(self, variance: float, n: int) -> float:
