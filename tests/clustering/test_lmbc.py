@@ -346,7 +346,9 @@ def test_heavy_balance_makes_sizes_equal(small):
 
 
 def test_entropy_does_not_fall_with_balance(digits):
-    entropies = [LMBC(10, balance=b, random_state=0).fit(digits[0]).balance_entropy_ for b in (0.0, 0.3, 1.0, 3.0, 10.0)]
+    entropies = [
+        LMBC(10, balance=b, random_state=0).fit(digits[0]).balance_entropy_ for b in (0.0, 0.3, 1.0, 3.0, 10.0)
+    ]
     assert all(b >= a - 0.005 for a, b in itertools.pairwise(entropies))
     assert entropies[-1] > entropies[0] + 0.005
 
