@@ -17,7 +17,7 @@ from practicum.retrieval.lemur import check as lemur_check
 from practicum.retrieval.lemur.check import LEVELS, LemurCheck, qps
 from practicum.toolbox.errors import InputError
 
-OPTIONAL = ("lemur-official", "fast-plaid", "xtr-warp")
+OPTIONAL = ("lemur-official", "fast-plaid", "xtr-warp", "exact-maxsim-cpu")
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +166,16 @@ def test_vectors_that_cannot_be_used(tmp_path: Path, vectors: Path) -> None:
 
 def test_engines_that_are_not_there_are_said_to_be_unavailable(corpus: lemur_check.Corpus) -> None:
     with pytest.raises(Unavailable, match="no-such-engine is not installed"):
-        lemur_check._peer("no-such-engine", "no_such_module", corpus)
+        lemur_check._peer("no-such-engine", "no_such_module", corpus, np.arange(5))
     # The module is there, the engine is not: its process ends with an error, and ours goes on.
-    with pytest.raises(Unavailable, match=r"no-such-engine does not run beside torch .*KeyError"):
-        lemur_check._peer("no-such-engine", "json", corpus)
+    with pytest.raises(Unavailable, match=r"no-such-engine does not run here, beside torch .*KeyError"):
+        lemur_check._peer("no-such-engine", "json", corpus, np.arange(5))
+
+
+def test_maxsim_cpu_is_exact(corpus: lemur_check.Corpus) -> None:
+    metrics = LemurCheck().exact_maxsim_cpu(corpus)
+    assert metrics.values["recall@0.99"] > 0.999
+    assert metrics.values[qps(0.90)] > 0
 
 
 def test_an_engine_is_shown_at_the_levels_it_reaches() -> None:

@@ -1,7 +1,8 @@
-"""Run an engine that cannot share our process: ``python -m practicum.retrieval.lemur._peer NAME WORK.npz OUT.json``.
+"""Run an engine that cannot share our process: ``python _peer.py NAME WORK.npz OUT.json``.
 
-Both engines bring a torch extension built for one version of torch, and may end the process when that is not the
-one installed. ``OUT.json`` gets a list of ``{"setting", "ids", "cpu_seconds"}``, one a setting.
+maxsim-cpu may end its process where it runs on more than one thread. FastPlaid and XTR-WARP bring extensions built
+for one version of torch, and may end theirs where that is not the one installed. ``OUT.json`` gets a list of
+``{"setting", "ids", "cpu_seconds"}``, one a setting.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 N_PROBES = (2, 4, 8, 16, 32)
 REPEATS = 3
@@ -27,10 +27,9 @@ Search = Callable[[], list[list[tuple[int, float]]]]
 
 def main(name: str, work: str, out: str) -> None:
     """Index the documents of ``work``, and search its queries with every setting of the engine on one thread."""
-    torch.set_num_threads(1)
     with np.load(work, allow_pickle=False) as arrays:
-        documents = _split(arrays["documents"], arrays["document_lengths"])
-        queries = _split(arrays["queries"], arrays["query_lengths"])
+        documents = np.split(arrays["documents"], np.cumsum(arrays["document_lengths"])[:-1])
+        queries = np.split(arrays["queries"], np.cumsum(arrays["query_lengths"])[:-1])
         k, seed = int(arrays["k"]), int(arrays["seed"])
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -46,10 +45,26 @@ def main(name: str, work: str, out: str) -> None:
     Path(out).write_text(json.dumps(found), encoding="utf-8")
 
 
+def maxsim_cpu(folder: str, documents: Any, queries: Any, k: int, seed: int) -> Iterator[tuple[str, Search]]:
+    """maxsim-cpu, which scores every document."""
+    from maxsim_cpu import maxsim_scores_variable
+
+    def search() -> list[list[tuple[int, float]]]:
+        found = []
+        for query in queries:
+            scores = np.asarray(maxsim_scores_variable(query, documents))
+            best = np.argpartition(-scores, k - 1)[:k]
+            found.append([(int(i), float(scores[i])) for i in best[np.argsort(-scores[best])]])
+        return found
+
+    yield "exact", search
+
+
 def fast_plaid(folder: str, documents: Any, queries: Any, k: int, seed: int) -> Iterator[tuple[str, Search]]:
     """FastPlaid, by the number of lists it looks into for a query token."""
     from fast_plaid.search import FastPlaid
 
+    documents, queries = _tensors(documents), _tensors(queries)
     engine = FastPlaid(index=folder, device="cpu")
     engine.create(documents_embeddings=documents, seed=seed)
     for n in N_PROBES:
@@ -60,6 +75,7 @@ def xtr_warp(folder: str, documents: Any, queries: Any, k: int, seed: int) -> It
     """XTR-WARP, by the number of clusters it looks into for a query token."""
     from xtr_warp import XTRWarp
 
+    documents, queries = _tensors(documents), _tensors(queries)
     engine = XTRWarp(folder, device="cpu")
     engine.create(documents, device="cpu", seed=seed, show_progress=False)
     engine.load(device="cpu")
@@ -67,11 +83,14 @@ def xtr_warp(folder: str, documents: Any, queries: Any, k: int, seed: int) -> It
         yield f"nprobe={n}", partial(engine.search, queries, top_k=k, nprobe=n, num_threads=1, show_progress=False)
 
 
-ENGINES = {"fast-plaid": fast_plaid, "xtr-warp": xtr_warp}
+ENGINES = {"maxsim-cpu": maxsim_cpu, "fast-plaid": fast_plaid, "xtr-warp": xtr_warp}
 
 
-def _split(vectors: np.ndarray, lengths: np.ndarray) -> list[torch.Tensor]:
-    return list(torch.split(torch.from_numpy(vectors), lengths.tolist()))
+def _tensors(sets: list[np.ndarray]) -> list[Any]:
+    import torch
+
+    torch.set_num_threads(1)
+    return [torch.from_numpy(vectors) for vectors in sets]
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ DIMENSION = 128
 ADDED_PART = 0.2
 EXACT_QUERIES = 10
 # Nearest tokens: lists looked into and tokens taken for each query token.
-TOKEN_SETTINGS = ((1, 16), (1, 64), (2, 32), (2, 128), (4, 64), (4, 256), (8, 128), (8, 512))
+TOKEN_SETTINGS = ((1, 16), (2, 32), (4, 64), (4, 256), (8, 256))
 EF_SEARCHES = (16, 32, 64, 128, 256, 512, 1024)
 PEER_SECONDS = 900
 NOT_FOUND = 2**62
@@ -178,6 +178,8 @@ class LemurCheck(Check):
             difference_at_least=-0.02,
         ),
     )
+    # The fits are large products, and only the stopwatch asks for one thread.
+    threads = None
     trade_offs = tuple((qps(level), f"recall@{level:.2f}") for level in LEVELS)
 
     def prepare(self, request: Request) -> Corpus:
@@ -249,7 +251,7 @@ class LemurCheck(Check):
         """Random features in place of trained ones."""
         return self._lemur(corpus, 0, SOME_LEVELS)
 
-    @arm("lemur-incremental")
+    @arm("lemur-incremental", timed=True)
     def lemur_incremental(self, corpus: Corpus) -> Metrics:
         """Fitted without a part of the documents, which come later."""
         kept = np.flatnonzero(~corpus.added)
@@ -305,22 +307,15 @@ class LemurCheck(Check):
 
     @arm("exact-maxsim-cpu", timed=True)
     def exact_maxsim_cpu(self, corpus: Corpus) -> Metrics:
-        """Exact MaxSim of all documents, by maxsim-cpu."""
-        if importlib.util.find_spec("maxsim_cpu") is None:
-            raise Unavailable("maxsim-cpu is not installed: pip install maxsim-cpu")
-        import maxsim_cpu
-
-        queries = [query.numpy() for query in corpus.queries[:EXACT_QUERIES]]
-        documents, k = [document.numpy() for document in corpus.documents], corpus.sizes.k
-        scores = maxsim_cpu.maxsim_scores_variable(queries[0], documents)
-        if not np.allclose(scores, corpus.exact[0], rtol=1e-3, atol=1e-3):
+        """Exact MaxSim of all documents, by maxsim-cpu in a process of its own."""
+        # Of longer queries version 0.1.0 gives wrong scores with documents of more than 55 tokens.
+        short = np.flatnonzero(corpus.queries.lengths.numpy() <= 32)[:EXACT_QUERIES]
+        if not len(short):
+            raise Unavailable("every query has more than 32 tokens, which maxsim-cpu does not score rightly")
+        metrics = _peer("maxsim-cpu", "maxsim_cpu", corpus, short)
+        if metrics.values.get("recall@0.99", 0.0) < 0.999:
             raise Unavailable("maxsim-cpu gives other scores than MaxSim here")
-
-        def search() -> None:
-            for query in queries:
-                torch.as_tensor(np.asarray(maxsim_cpu.maxsim_scores_variable(query, documents))).topk(k)
-
-        return _exact(search, len(queries))
+        return metrics
 
     @arm("lemur-official", timed=True)
     def lemur_official(self, corpus: Corpus) -> Metrics:
@@ -355,15 +350,15 @@ class LemurCheck(Check):
         scores = model.compute_features((queries.vectors, queries.lengths.to(torch.int32))) @ model.W.T
         return _staged(corpus, scores.numpy(), search)
 
-    @arm("fast-plaid")
+    @arm("fast-plaid", timed=True)
     def fast_plaid(self, corpus: Corpus) -> Metrics:
         """FastPlaid in a process of its own."""
-        return _peer("fast-plaid", "fast_plaid", corpus)
+        return _peer("fast-plaid", "fast_plaid", corpus, np.arange(corpus.sizes.n_timed))
 
-    @arm("xtr-warp")
+    @arm("xtr-warp", timed=True)
     def xtr_warp(self, corpus: Corpus) -> Metrics:
         """XTR-WARP in a process of its own."""
-        return _peer("xtr-warp", "xtr_warp", corpus)
+        return _peer("xtr-warp", "xtr_warp", corpus, np.arange(corpus.sizes.n_timed))
 
     def remarks(self, means: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
         """Ratios at each level of recall, the exact arm that counts, and what mean pooling does."""
@@ -514,11 +509,12 @@ def _official() -> tuple[Any, Any]:
     return model, rerank
 
 
-def _peer(name: str, module: str, corpus: Corpus) -> Metrics:
-    """Run an engine on the timed queries in a process of its own, which times itself."""
+def _peer(name: str, module: str, corpus: Corpus, chosen: np.ndarray) -> Metrics:
+    """Run an engine on the chosen queries in a process of its own, which times itself."""
     if importlib.util.find_spec(module) is None:
         raise Unavailable(f"{name} is not installed")
-    queries = corpus.timed_queries
+    chosen = chosen[chosen < len(corpus.queries)]
+    queries = corpus.queries[chosen]
     with tempfile.TemporaryDirectory() as folder:
         work, out = Path(folder, "work.npz"), Path(folder, "out.json")
         np.savez(
@@ -530,7 +526,8 @@ def _peer(name: str, module: str, corpus: Corpus) -> Metrics:
             k=corpus.sizes.k,
             seed=corpus.seed,
         )
-        command = [sys.executable, "-m", "practicum.retrieval.lemur._peer", name, str(work), str(out)]
+        # -P: the modules of this folder are not there for the engine to import.
+        command = [sys.executable, "-P", str(Path(__file__).with_name("_peer.py")), name, str(work), str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
         try:
             ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PEER_SECONDS)
@@ -539,9 +536,9 @@ def _peer(name: str, module: str, corpus: Corpus) -> Metrics:
         if ended.returncode != 0:
             said = ended.stderr.strip().splitlines()
             reason = said[-1] if said else f"its process ended with {ended.returncode}"
-            raise Unavailable(f"{name} does not run beside torch {torch.__version__}: {reason}")
+            raise Unavailable(f"{name} does not run here, beside torch {torch.__version__}: {reason}")
         runs = json.loads(out.read_text(encoding="utf-8"))
-    return _of_peer(runs, corpus.truth[: len(queries)])
+    return _of_peer(runs, corpus.truth[chosen])
 
 
 def _of_peer(runs: Sequence[Mapping[str, Any]], truth: np.ndarray) -> Metrics:
