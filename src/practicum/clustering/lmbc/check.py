@@ -27,6 +27,9 @@ KEPT_OF_ODD_CLASSES = 0.25
 # How far from equal the sizes may be that constrained K-means is told.
 TOLD_SIZES = 0.1
 FEWEST_TIMED = 200
+# With fewer distinct rows there may not be enough distinct anchors.
+FEWEST_ROWS = 60
+ROWS_PER_CLUSTER = 10
 
 Labels = NDArray[np.int32]
 Clusterer = Callable[["Points"], Labels]
@@ -131,10 +134,18 @@ class LMBCCheck(Check):
     def _own(self, request: Request, table: Table, n_clusters: int | None) -> Work:
         if table.y is None and n_clusters is None:
             raise CannotMeasure("--data without --label needs --clusters, the number of clusters")
-        n_clusters = n_clusters or int(table.y.max()) + 1  # type: ignore[union-attr]
-        n = len(table.X)
-        if not 2 <= n_clusters <= n // 3:
-            raise CannotMeasure(f"--clusters {n_clusters}: must be from 2 to a third of the {n} rows of --data")
+        if n_clusters is None:
+            n_clusters = int(table.y.max()) + 1  # type: ignore[union-attr]
+            if n_clusters < 2:
+                raise CannotMeasure(f"--label {request.options['label']}: all rows are of one class; give --clusters")
+        n, distinct = len(table.X), len(np.unique(table.X, axis=0))
+        if distinct < FEWEST_ROWS:
+            raise CannotMeasure(f"--data must have at least {FEWEST_ROWS} distinct rows; {table.name} has {distinct}")
+        if n_clusters > distinct // ROWS_PER_CLUSTER:
+            raise CannotMeasure(
+                f"--clusters {n_clusters}: must be from 2 to {distinct // ROWS_PER_CLUSTER}, a tenth of the distinct "
+                "rows of --data"
+            )
         points = Points(table.name, table.X, table.y, n_clusters, request.seed)
         shuffled = points.rows(np.random.default_rng(request.seed).permutation(n))
         sizes = tuple(sorted({n // 4, n // 2, n}))
@@ -271,7 +282,8 @@ def _thinned(points: Points) -> Points | None:
     rng = np.random.default_rng(points.seed)
     kept = (points.y % 2 == 0) | (rng.random(len(points.y)) < KEPT_OF_ODD_CLASSES)
     chosen = np.flatnonzero(kept)
-    return points.rows(chosen) if len(np.unique(points.y[chosen])) >= points.n_clusters else None
+    enough = len(np.unique(points.X[chosen], axis=0)) >= max(FEWEST_ROWS, 6 * points.n_clusters)
+    return points.rows(chosen) if enough and len(np.unique(points.y[chosen])) >= points.n_clusters else None
 
 
 def _measure(
