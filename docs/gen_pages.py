@@ -232,8 +232,11 @@ def benchmarks(path: Path) -> str:
     ratios = content.get("ratios", []) if isinstance(content, Mapping) else content
     heads = list(dict.fromkeys(key for entry in ratios for key in entry))
     rows = [tuple(cell(measured(entry.get(head))) for head in heads) for entry in ratios]
-    lead = "Each ratio compares two arms of one run on one machine; times of different runs are never compared."
-    return "\n\n".join(["## Beside other implementations", lead, table([metric_name(head) for head in heads], rows)])
+    lead = (
+        "Ratios compare two implementations in one run on one machine; times of different runs are never compared. "
+        "Seconds and bytes are of the machine that is named in the recorded file."
+    )
+    return "\n\n".join(["## Speed and memory", lead, table([metric_name(head) for head in heads], rows)])
 
 
 def measured(value: Any) -> str:
