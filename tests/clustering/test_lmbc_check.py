@@ -166,7 +166,7 @@ def test_accuracy_matches_clusters_to_classes():
 
 def test_imbalanced_data_keep_even_classes_whole_and_a_quarter_of_the_odd():
     y = np.repeat(np.arange(4), 1000)
-    thinned = _thinned(Points("p", np.zeros((4000, 1)), y, 4, seed=0))
+    thinned = _thinned(Points("p", np.arange(4000.0)[:, None], y, 4, seed=0))
     sizes = np.bincount(thinned.y)
     assert sizes[0] == sizes[2] == 1000
     assert abs(sizes[1] - 250) < 60

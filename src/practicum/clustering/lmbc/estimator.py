@@ -70,7 +70,8 @@ class LMBC(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, Base
         Of the Schatten norm, in (0, 2); 1 is the nuclear norm.
     balance : float
         Weight of the balance term, free of units: at 1 and at equal sizes, a point more in a cluster is worth the
-        mean variance of a point. 0 leaves the term out. Lower it where the true classes differ in size.
+        mean variance of a point under :math:`A^t`, components beyond r included. 0 leaves the term out. Lower it
+        where the true classes differ in size.
     anchor_init : {"kmeans", "k-means++", "random"} or array-like of shape (m, d)
         How anchors are placed, or the anchors themselves.
     init : {"spectral", "kmeans", "random"} or array-like of int, shape (n,)

@@ -290,7 +290,13 @@ class LemurEncoder(BaseEstimator):
         return inner * self.scale_ + queries.lengths[:, None].to(inner) * self.mean_
 
     def fingerprint(self) -> str:
-        """Name what makes up the fitted map, so that vectors of one encoder are never searched with another."""
+        """Name what makes up the fitted map, so that vectors of one encoder are never searched with another.
+
+        Returns
+        -------
+        str
+            A hash of the dimensions, the activation, the scale of the targets and all weights.
+        """
         check_is_fitted(self)
         shape = [self.n_features_in_, self.n_features, self.activation, self.mean_, self.scale_]
         digest = hashlib.sha256(json.dumps(shape).encode())
@@ -300,7 +306,13 @@ class LemurEncoder(BaseEstimator):
         return digest.hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the fitted encoder to a folder, as ``encoder.safetensors`` and ``encoder.json``; nothing is pickled."""
+        """Write the fitted encoder to a folder, as ``encoder.safetensors`` and ``encoder.json``; nothing is pickled.
+
+        Parameters
+        ----------
+        path : path
+            The folder; it is made if need be.
+        """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         parameters = self.get_params(deep=False)
@@ -330,6 +342,11 @@ class LemurEncoder(BaseEstimator):
             The folder.
         device : str or torch.device, optional
             Where to compute; by default where it was fitted.
+
+        Returns
+        -------
+        LemurEncoder
+            Fitted.
 
         Raises
         ------

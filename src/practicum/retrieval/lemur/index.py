@@ -126,6 +126,11 @@ class LemurIndex:
         ids : array of shape (N,), int64, optional
         **encoder_parameters
             Of `LemurEncoder`, which knows no others.
+
+        Returns
+        -------
+        LemurIndex
+            With the documents in it.
         """
         documents = as_multivectors(documents, "documents")
         encoder = LemurEncoder(**encoder_parameters).fit(documents, queries)
@@ -255,7 +260,14 @@ class LemurIndex:
         return np.pad(scores, missing, constant_values=-np.inf), np.pad(ids, missing, constant_values=-1)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the tokens, of the document vectors, and of what FAISS keeps beside those (a graph, lists)."""
+        """Say where the memory goes.
+
+        Returns
+        -------
+        dict of str to int
+            Bytes of the ``tokens`` (all documents, d numbers each), of the document ``vectors`` as FAISS codes them,
+            and of what FAISS keeps beside those, the ``graph`` or lists.
+        """
         tokens = self._store.nbytes
         if self.faiss_index is None:
             return {"tokens": tokens, "vectors": 0, "graph": 0}
@@ -266,7 +278,13 @@ class LemurIndex:
         return {"tokens": tokens, "vectors": vectors, "graph": max(0, len(_serialised(self.faiss_index)) - vectors)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the encoder, the FAISS index, the tokens (safetensors) and JSON to a folder; nothing is pickled."""
+        """Write the encoder, the FAISS index, the tokens (safetensors) and JSON to a folder; nothing is pickled.
+
+        Parameters
+        ----------
+        path : path
+            The folder; it is made if need be.
+        """
         folder = Path(path)
         self.encoder.save(folder)
         documents, ids = self._store.documents, self._store.ids
@@ -288,6 +306,17 @@ class LemurIndex:
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: Any = None) -> LemurIndex:
         """Read an index that `save` wrote.
+
+        Parameters
+        ----------
+        path : path
+            The folder.
+        device : str or torch.device, optional
+            Where the encoder computes; by default where it was fitted.
+
+        Returns
+        -------
+        LemurIndex
 
         Raises
         ------

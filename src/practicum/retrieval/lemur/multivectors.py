@@ -79,6 +79,10 @@ class MultiVectors:
         name : str
             What messages call ``xs``.
 
+        Returns
+        -------
+        MultiVectors
+
         Raises
         ------
         ValueError
@@ -115,6 +119,10 @@ class MultiVectors:
         name : str
             What messages call ``x``.
 
+        Returns
+        -------
+        MultiVectors
+
         Raises
         ------
         ValueError
@@ -138,7 +146,17 @@ class MultiVectors:
 
     @classmethod
     def of_checked(cls, vectors: torch.Tensor, lengths: torch.Tensor) -> MultiVectors:
-        """Wrap tensors that are known to be valid, without looking at them again."""
+        """Wrap tensors that are known to be valid, without looking at them again.
+
+        Parameters
+        ----------
+        vectors : tensor of shape (T, d)
+        lengths : tensor of shape (N,), int64
+
+        Returns
+        -------
+        MultiVectors
+        """
         made = cls.__new__(cls)
         made.vectors, made.lengths = vectors.contiguous(), lengths
         return made
@@ -183,7 +201,17 @@ class MultiVectors:
         return f"MultiVectors({len(self)} sets, {len(self.vectors)} tokens, d={self.dimension}, {dtype})"
 
     def to(self, target: Any) -> MultiVectors:
-        """Move to a device, or convert to float32, float16 or bfloat16, as ``Tensor.to`` does."""
+        """Move to a device, or convert to another floating type.
+
+        Parameters
+        ----------
+        target : torch.device, str or torch.dtype
+            What ``Tensor.to`` takes.
+
+        Returns
+        -------
+        MultiVectors
+        """
         return MultiVectors.of_checked(self.vectors.to(target), self.lengths)
 
     def _require_finite(self, name: str) -> None:
