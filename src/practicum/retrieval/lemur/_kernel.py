@@ -31,7 +31,16 @@ INT16, INT32, INT64, FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.
 @cache
 def host_lanes() -> int:
     """Numbers in a vector register of this processor; 8 where those are narrower, for registers by pairs."""
-    return 16 if llvm.get_host_cpu_features().get("avx512f") else 8
+    return 16 if host_features().get("avx512f") else 8
+
+
+@cache
+def host_features() -> Any:
+    """What this processor can do; nothing beyond the basics where LLVM cannot tell."""
+    try:
+        return llvm.get_host_cpu_features()
+    except RuntimeError:
+        return llvm.FeatureMap()
 
 
 def score_candidates(
@@ -142,7 +151,7 @@ def compiled(dtype: torch.dtype, d: int, lanes: int) -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+        cpu=llvm.get_host_cpu_name(), features=host_features().flatten(), opt=3
     )
     module = ir.Module(name=f"maxsim_{dtype}")
     module.triple = llvm.get_process_triple()
