@@ -45,7 +45,7 @@ LEVELS = (0.80, 0.90, 0.95, 0.99)
 SOME_LEVELS = (0.80, 0.90)
 DIMENSION = 128
 ADDED_PART = 0.2
-EXACT_QUERIES = 6
+EXACT_QUERIES = 10
 # Nearest tokens: lists looked into and tokens taken for each query token.
 TOKEN_SETTINGS = ((1, 16), (2, 32), (4, 64), (4, 256), (8, 256))
 EF_SEARCHES = (16, 32, 64, 128, 256, 512, 1024)
