@@ -19,8 +19,8 @@ from practicum.retrieval.lemur.multivectors import MultiVectors, as_multivectors
 
 STORE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLAT_BELOW = 50_000
-# HNSW looks at no fewer entries than this a query: with FAISS's own 16 the norms of the vectors, which differ, cost
-# it a third of the neighbours.
+# HNSW looks at no fewer entries than this a query. Of the best 50 by the flat index 64 keep 94 % and 128 keep 99 %, on
+# 2,000 documents with 512 features.
 EF_SEARCH = 128
 LARGEST_ID = 2**63 - 1
 FORMAT = 1
@@ -62,8 +62,8 @@ class LemurIndex:
     Only indexes of flat codes (``Flat``, ``SQ8``, ``PQ16`` ...) can forget. From others (HNSW, IVF) documents are
     removed by keeping them out of the results; their space is free again when the index is built anew.
 
-    Vectors of the documents have different lengths, for which graphs serve better than inverted lists: HNSW keeps
-    nearly all of the best where IVF loses a third.
+    The vectors differ in length, which inverted lists suffer from: with FAISS's default of one list a query, IVF finds
+    few of the best. Give it more, by ``params`` or on ``faiss_index``, or take a graph.
 
     Examples
     --------
