@@ -214,14 +214,18 @@ def test_every_claim_gets_a_verdict(first_run, card):
 
 def test_the_same_seed_gives_the_same_numbers(first_run, check):
     """The arms once more, outside the harness and without the stopwatch."""
-    work = check.prepare(Request(scale="quick", seed=0))
+    with limit_threads(check.threads):
+        work = check.prepare(Request(scale="quick", seed=0))
+    # An engine in a process of its own times itself: its times are no more repeatable than the stopwatch's.
+    times = {metric for row in first_run.rows for metric in row.timings}
     compared = 0
     for row in first_run.rows:
         if row.status == "ok":
-            with limit_threads(None if row.arm in check.timed_arms() else 1):
-                again = as_metrics(check.arms()[row.arm](work))
-            assert {name: row.metrics[name] for name in again.values} == dict(again.values), row.arm
-            compared += len(again.values)
+            with limit_threads(check.threads if row.arm in check.timed_arms() else 1):
+                again = as_metrics(check.arms()[row.arm](work)).values
+            repeatable = {name: value for name, value in again.items() if name not in times}
+            assert {name: row.metrics[name] for name in repeatable} == repeatable, row.arm
+            compared += len(repeatable)
     assert compared
 
 
