@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import statistics
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -24,7 +22,7 @@ from plotly.offline import get_plotlyjs
 
 from practicum import __version__
 from practicum.checks.figures import Figure, mark, paired_plot, trade_off_plots
-from practicum.checks.results import ClaimResult, Result, ResultError, Row, sync_folder
+from practicum.checks.results import ClaimResult, Result, Row, write_text
 from practicum.checks.words import (
     MISSING,
     base_name,
@@ -110,26 +108,7 @@ def write_report(results: Sequence[Result], path: str | Path, *, title: str = "p
     ...     (Path(folder) / "report.html").read_text()[:15]
     '<!doctype html>'
     """
-    path = Path(path)
-    page = render_report(results, title=title)
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        temporary = Path(name)
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace", newline="\n") as stream:
-            stream.write(page)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
-        temporary = None
-        sync_folder(path.parent)
-    except OSError as error:
-        raise ResultError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+    write_text(Path(path), render_report(results, title=title))
 
 
 @dataclass

@@ -103,9 +103,15 @@ class Result:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that ``path`` holds either its old content or all of the new one, whatever happens.
+    """Write JSON as `write_text` writes text."""
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
-    The content goes to a temporary file in the same folder, is synced, and takes the name in one step.
+
+def write_text(path: Path, text: str) -> None:
+    """Write text so that ``path`` holds either its old content or all of the new one, whatever happens.
+
+    The text goes to a temporary file in the same folder, is synced, and takes the name in one step. What UTF-8 has no
+    character for is replaced.
 
     Raises
     ------
@@ -116,9 +122,8 @@ def write_json(path: Path, content: Any) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with open(descriptor, "w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=1, ensure_ascii=False, allow_nan=True)
-            stream.write("\n")
+        with open(descriptor, "w", encoding="utf-8", errors="replace", newline="\n") as stream:
+            stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
