@@ -35,6 +35,15 @@ def test_a_claim_on_its_margin_is_decided_wrongly_in_5_percent_of_cases_at_most(
     assert 0.02 <= decided <= 0.08
 
 
+def test_the_plain_bootstrap_of_five_values_is_as_short_as_the_docs_say():
+    samples = np.random.default_rng(5).normal(0.0, 1.0, (800, 5))
+    covered = 0
+    for sample in samples:
+        found = stats.bootstrap((sample,), np.mean, n_resamples=999, method="BCa", rng=np.random.default_rng(0))
+        covered += found.confidence_interval.low <= 0 <= found.confidence_interval.high
+    assert covered / len(samples) == pytest.approx(0.83, abs=0.03)
+
+
 def test_few_seeds_get_students_interval():
     x = [0.3, 0.1, 0.4, 0.2]
     low, high = stats.t.interval(0.95, 3, loc=np.mean(x), scale=stats.sem(x))
