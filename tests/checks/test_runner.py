@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from joblib.externals.loky import get_reusable_executor
 
 from practicum.checks.check import Workload
 from practicum.checks.measure import MemoryGauge, limit_threads, time_workloads
@@ -95,6 +96,50 @@ def test_timed_arms_are_interleaved_after_one_warm_up(check, tmp_path, monkeypat
     assert next(row for row in result.rows if row.arm == "length").metrics == {"length": 20_000.0}
 
 
+@pytest.fixture
+def portable(toys, tmp_path, monkeypatch):
+    """The race with work that goes from one process to another: all but the stopwatch in workers, two at a time."""
+    monkeypatch.setenv("TOY_LOG", str(tmp_path / "log"))
+    # Workers that were there before do not see the variable, those of this test must not outlive it.
+    get_reusable_executor().shutdown()
+    race = toys.load_check(toys["race"])
+    race.portable = True
+
+    def run(**options):
+        return run_check(toys["race"], race, **{"jobs": 2, "out": tmp_path / "portable", **options})
+
+    yield run
+    get_reusable_executor().shutdown()
+
+
+def test_portable_work_is_prepared_in_workers_and_timed_alone(check, portable, tmp_path):
+    log = tmp_path / "log"
+    result = portable()
+    timed = ["numpy", "python"] * 4
+    lines = log.read_text().split("\n")[:-1]
+    assert sorted(lines[:2]) == ["prepare 0", "prepare 1"]
+    assert lines[2:] == [*timed, *timed, "prepare 2", *timed]
+    assert {row.status for row in result.rows} == {"ok"}
+    assert all("seconds" in row.metrics for row in result.rows if row.arm != "length")
+    sums = {(row.seed, row.arm): row.metrics.get("sum") for row in result.rows}
+    assert sums == {(row.seed, row.arm): row.metrics.get("sum") for row in check("race").rows}
+
+
+def test_portable_work_that_was_interrupted_is_taken_up(portable, tmp_path):
+    log = tmp_path / "log"
+
+    def stop(done, total, text):
+        if text.startswith("seed 1: timing"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        portable(listener=stop)
+    log.write_text("")
+    result = portable()
+    assert {row.status for row in result.rows} == {"ok"}
+    assert "prepare 0" not in log.read_text()
+
+
 def test_the_stopwatch_takes_the_median_of_the_clock_that_was_asked_for():
     pauses = iter([0.0, 0.05, 0.01, 0.03])
     timings, errors = time_workloads({"a": Workload(lambda: time.sleep(next(pauses)), units=3)})
@@ -159,8 +204,8 @@ def test_an_interrupted_run_does_no_seed_twice(check, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        check("coin", listener=stop)
-    check("coin")
+        check("coin", listener=stop, options={"pause": "0.2"})
+    assert check("coin", options={"pause": "0.2"}).run["seconds"] >= 1.6
     prepared = (tmp_path / "log").read_text().split("\n")[:-1]
     assert prepared == [f"prepare {seed}" for seed in (0, 1, 2, 3)]
 

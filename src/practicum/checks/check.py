@@ -266,6 +266,7 @@ class Check:
     seeds: Mapping[str, int] = {"quick": 3, "full": 5, "paper": 5}
     trade_offs: tuple[tuple[str, str], ...] = ()
     threads: int | None = 1
+    portable: bool = False
 
     def prepare(self, request: Request) -> Any:
         """Make the work of one seed, the same for every arm. Runs once per seed."""

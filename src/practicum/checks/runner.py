@@ -51,6 +51,8 @@ def run_check(
 
     Seeds go through joblib, each with one ``prepare`` and all its arms. A check with timed comparisons goes seed by
     seed in this process instead: the untimed arms of the seed through joblib, then the timed ones alone, interleaved.
+    Where the check is ``portable``, joblib does all but the stopwatch of as many seeds as it has workers, and then
+    this process runs the stopwatch of each.
     Every finished arm of a seed is on disk before the next begins; the same call takes an interrupted run up again.
 
     Parameters
@@ -122,7 +124,7 @@ def run_check(
             run={
                 "started": started.isoformat(timespec="seconds"),
                 "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-                "seconds": round(time.perf_counter() - clock, 1),
+                "seconds": round(store.seconds_before + time.perf_counter() - clock, 1),
                 "practicum": practicum.__version__,
                 "git": _revision(source),
                 "machine": machine(),
@@ -238,6 +240,7 @@ class _Run:
     def note(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self.store.rows[row.seed, row.arm] = row
+            self.store.note_seconds(time.perf_counter() - self.started)
             self.tell(f"seed {row.seed}: {row.arm}" + ("" if row.status == "ok" else f" ({row.status})"))
 
     def tell(self, text: str) -> None:
@@ -251,48 +254,78 @@ class _Run:
             if (left := self.missing(request.seed, arms))
         ]
         self.tell("start")
-        for rows, written in parallel(tasks):
+        for outcomes, written in parallel(tasks):
+            rows = [row for row, _ in outcomes]
             if not written:
                 self.store.keep(rows)
             self.note(rows)
 
     def timed(self, requests: Sequence[Request], parallel: joblib.Parallel) -> None:
+        left = [request for request in requests if self.missing(request.seed, self.check.arms())]
+        if not self.check.portable:
+            for request in left:
+                self.timed_seed(request, parallel)
+            return
+        step = parallel.n_jobs if parallel.n_jobs > 0 else len(left) or 1
+        for start in range(0, len(left), step):
+            self.timed_seeds(left[start : start + step], parallel)
+
+    def timed_seed(self, request: Request, parallel: joblib.Parallel) -> None:
+        """One seed: prepared here, its untimed arms through joblib, its timed ones here."""
         timed = self.check.timed_arms()
-        others = [arm for arm in self.check.arms() if arm not in timed]
+        left = self.missing(request.seed, (arm for arm in self.check.arms() if arm not in timed))
+        left_timed = timed if self.missing(request.seed, timed) else []
+        self.tell(f"seed {request.seed}: preparing")
+        with limit_threads(self.check.threads):
+            work, failed = _prepare(self.check, request, [*left, *left_timed])
+        if failed:
+            self.store.writer.write(failed)
+            self.note(failed)
+            return
+        tasks = [joblib.delayed(_arm_task)(self.check, request, arm, work, self.store.writer) for arm in left]
+        for row, written in parallel(tasks) if tasks else ():
+            if not written:
+                self.store.keep([row])
+            self.note([row])
+        outcomes = {}
+        for arm in left_timed:
+            self.tell(f"seed {request.seed}: {arm}")
+            outcomes[arm] = _run_arm(self.check, request, arm, work, threads=self.check.threads)
+        self.time_arms(request.seed, outcomes)
+
+    def timed_seeds(self, requests: Sequence[Request], parallel: joblib.Parallel) -> None:
+        """Several seeds: all but the stopwatch through joblib, a seed a worker; then the stopwatch, seed by seed."""
+        timed = self.check.timed_arms()
+        tasks = []
         for request in requests:
-            left, left_timed = self.missing(request.seed, others), self.missing(request.seed, timed)
-            if not left and not left_timed:
-                continue
-            self.tell(f"seed {request.seed}: preparing")
-            with limit_threads(self.check.threads):
-                work, failed = _prepare(self.check, request, [*left, *(timed if left_timed else [])])
-            if failed:
-                self.store.writer.write(failed)
-                self.note(failed)
-                continue
-            tasks = [joblib.delayed(_arm_task)(self.check, request, arm, work, self.store.writer) for arm in left]
-            for row, written in parallel(tasks) if tasks else ():
-                if not written:
-                    self.store.keep([row])
-                self.note([row])
-            if left_timed:
-                rows = self.run_timed(request, timed, work)
-                self.store.writer.write(rows)
-                self.note(rows)
+            arms = self.missing(request.seed, self.check.arms())
+            arms = [arm for arm in self.check.arms() if arm in arms or (arm in timed and {*timed} & {*arms})]
+            tasks.append(joblib.delayed(_seed_task)(self.check, request, arms, self.store.writer))
+        self.tell(f"seeds {', '.join(str(request.seed) for request in requests)}: all but the stopwatch")
+        waiting: dict[int, dict[str, tuple[Row, Metrics]]] = {}
+        for outcomes, written in parallel(tasks):
+            rows = [row for row, metrics in outcomes if not metrics.timed]
+            if not written:
+                self.store.keep(rows)
+            self.note(rows)
+            for row, metrics in outcomes:
+                if metrics.timed:
+                    waiting.setdefault(row.seed, {})[row.arm] = row, metrics
+        for seed in sorted(waiting):
+            self.time_arms(seed, waiting[seed])
 
     def _tell_timing(self, seed: int, metric: str, arm: str) -> None:
         self.tell(f"seed {seed}: timing {metric}: {arm}")
 
-    def run_timed(self, request: Request, arms: Sequence[str], work: Any) -> list[Row]:
-        rows: dict[str, Row] = {}
+    def time_arms(self, seed: int, outcomes: Mapping[str, tuple[Row, Metrics]]) -> None:
+        """Run what the timed arms of a seed left for the stopwatch, and keep their rows."""
+        rows = {arm: row for arm, (row, _) in outcomes.items()}
         workloads: dict[str, dict[str, Workload]] = {}
-        for arm in arms:
-            self.tell(f"seed {request.seed}: {arm}")
-            rows[arm], metrics = _run_arm(self.check, request, arm, work, threads=self.check.threads)
+        for arm, (_, metrics) in outcomes.items():
             for metric, workload in metrics.timed.items():
                 workloads.setdefault(metric, {})[arm] = workload
         for metric, by_arm in workloads.items():
-            timings, errors = time_workloads(by_arm, partial(self._tell_timing, request.seed, metric))
+            timings, errors = time_workloads(by_arm, partial(self._tell_timing, seed, metric))
             for arm, timing in timings.items():
                 outcome = as_metrics(timing.pop("metrics"))
                 rows[arm].metrics |= {metric: timing["value"], **outcome.values}
@@ -302,22 +335,27 @@ class _Run:
                 _fail(rows[arm], error)
         for arm, row in rows.items():
             _derive(self.check, arm, row)
-        return list(rows.values())
+        if rows:
+            self.store.writer.write(list(rows.values()))
+            self.note(list(rows.values()))
 
 
-def _seed_task(check: Check, request: Request, arms: Sequence[str], writer: Writer) -> tuple[list[Row], bool]:
-    """All that is left of a seed, in one worker. True when every row is on disk already."""
+def _seed_task(
+    check: Check, request: Request, arms: Sequence[str], writer: Writer
+) -> tuple[list[tuple[Row, Metrics]], bool]:
+    """All that is left of a seed but the stopwatch, in one worker. True when every finished row is on disk already."""
     with limit_threads(1):
         work, failed = _prepare(check, request, arms)
     if failed:
-        return failed, writer.write(failed)
-    rows, written = [], True
+        return [(row, Metrics()) for row in failed], writer.write(failed)
+    outcomes, written = [], True
     for arm in arms:
-        row, _ = _run_arm(check, request, arm, work, threads=1)
-        _derive(check, arm, row)
-        written = writer.write([row]) and written
-        rows.append(row)
-    return rows, written
+        row, metrics = _run_arm(check, request, arm, work, threads=1)
+        if not metrics.timed:
+            _derive(check, arm, row)
+            written = writer.write([row]) and written
+        outcomes.append((row, metrics))
+    return outcomes, written
 
 
 def _arm_task(check: Check, request: Request, arm: str, work: Any, writer: Writer) -> tuple[Row, bool]:

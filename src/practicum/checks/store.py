@@ -82,6 +82,7 @@ class Store:
                 stale.unlink()
         write_json(manifest, {"digest": digest, "token": self.token})
         self.rows = self._read_rows()
+        self.seconds_before = self._read_seconds() if self.rows else 0.0
 
     def _take_lock(self) -> IO[str] | None:
         if os.name != "posix":
@@ -111,6 +112,16 @@ class Store:
                 if row.status != "failed":
                     rows[row.seed, row.arm] = row
         return rows
+
+    def _read_seconds(self) -> float:
+        try:
+            return float(read_json(self.folder / "elapsed.json")["seconds"])
+        except (ResultError, KeyError, TypeError, ValueError):
+            return 0.0
+
+    def note_seconds(self, seconds: float) -> None:
+        """Keep how long this run has taken, so that the one that takes it up can tell how long both took."""
+        write_json(self.folder / "elapsed.json", {"seconds": self.seconds_before + seconds})
 
     @property
     def writer(self) -> Writer:

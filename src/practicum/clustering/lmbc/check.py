@@ -107,6 +107,7 @@ class LMBCCheck(Check):
         ),
     )
     seeds = {"quick": 5, "full": 10, "paper": 10}
+    portable = True
     trade_offs = (("seconds", "ari (timed)"),)
 
     def prepare(self, request: Request) -> Work:

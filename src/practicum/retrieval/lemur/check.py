@@ -68,7 +68,7 @@ class Sizes:
     n_solve_tokens: int
 
 
-QUICK = Sizes(1500, 100, 50, 10, 512, 5, 512, 8000, 4096)
+QUICK = Sizes(1500, 100, 25, 10, 512, 5, 512, 8000, 4096)
 FULL = Sizes(20_000, 500, 100, 100, 1024, 5, 2048, 16_384, 4096)
 PAPER = Sizes(1_000_000, 1000, 200, 100, 2048, 100, 8192, 100_000, 16_384)
 
@@ -179,6 +179,7 @@ class LemurCheck(Check):
         ),
     )
     trade_offs = tuple((qps(level), f"recall@{level:.2f}") for level in LEVELS)
+    threads = None
 
     def prepare(self, request: Request) -> Corpus:
         """Draw the queries of this seed, and score everything exactly."""
