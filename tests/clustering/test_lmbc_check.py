@@ -89,13 +89,18 @@ def untimed(result):
 
 def test_without_classes_only_their_claims_are_not_measured(check, files, tmp_path):
     np.save(tmp_path / "points.npy", np.load(files / "trees.npy")[:, :4])
-    result = check(data=str(tmp_path / "points.npy"), options={"clusters": "3"})
+    result = check(data=str(tmp_path / "points.npy"), options={"clusters": "5"})
     verdicts = {claim.claim: claim for claim in result.claims}
     for claim in ("follows-the-manifold", "beyond-the-anchor-graph", "as-good-as-spectral", "no-worse-than-told-sizes"):
         assert verdicts[claim].verdict == "could not measure"
         assert "needs --label" in verdicts[claim].reason
     for claim in ("balanced", "balance-term-balances", "linear-time", "faster-than-spectral"):
         assert verdicts[claim].verdict != "could not measure"
+    means = result.means()
+    assert means["lmbc"]["ari to lmbc"] == 1.0
+    assert means["kmeans"]["ari to lmbc"] < 1.0
+    # LMBC ends lowest on its own objective; without the balance term another one is lowered.
+    assert all(means["lmbc"]["objective"] <= of_arm["objective"] + 1e-9 for of_arm in means.values())
 
 
 def test_too_few_rows_for_the_stopwatch_say_so(check, tmp_path, blobs):

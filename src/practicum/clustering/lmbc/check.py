@@ -79,7 +79,8 @@ class Work:
 class LMBCCheck(Check):
     """LMBC on digits, features of handwritten numerals and MNIST, whose ten classes are about equally large.
 
-    Every quality metric is the mean over the data sets of the scale; ``metric/<data set>`` is that of one.
+    Every quality metric is the mean over the data sets of the scale; ``metric/<data set>`` is that of one. Data
+    without classes get, for every arm, LMBC's objective of its labels and their ARI to those of LMBC instead.
     """
 
     comparisons = (
@@ -323,7 +324,11 @@ def _scores(labels: Labels, points: Points) -> dict[str, float]:
         "smallest over largest": float(sizes.min() / sizes.max()),
     }
     if points.y is None:
-        return scores
+        return {
+            **scores,
+            "objective": _objective(labels, points),
+            "ari to lmbc": float(adjusted_rand_score(_lmbc(points, balance=1.0), labels)),
+        }
     return {
         "accuracy": clustering_accuracy(points.y, labels),
         "nmi": float(normalized_mutual_info_score(points.y, labels)),
@@ -363,6 +368,13 @@ def _lmbc(points: Points, balance: float) -> Labels:
     anchors: Any = points.anchors
     model = LMBC(points.n_clusters, balance=balance, anchor_init=anchors, random_state=points.seed)
     return model.fit_predict(points.X)
+
+
+def _objective(labels: Labels, points: Points) -> float:
+    """LMBC's objective of any labels: where its descent from them starts."""
+    anchors: Any = points.anchors
+    model = LMBC(points.n_clusters, init=labels, max_iter=1, anchor_init=anchors, random_state=points.seed)  # type: ignore[arg-type]
+    return model.fit(points.X).objective_path_[0]
 
 
 def _lmbc_alone(points: Points) -> Labels:
