@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 from sample_results import HOSTILE, clustering, hostile, retrieval
 
 from practicum.checks import check
-from practicum.checks.figures import paired_plot, trade_off_plots
+from practicum.checks.figures import curve_plot, paired_plot, trade_off_plots
 from practicum.checks.report import RULES, render_report, write_report
 from practicum.checks.results import ClaimResult, ResultError
 from practicum.checks.verdict import VERDICTS
@@ -182,7 +182,7 @@ def test_every_rule_can_be_read():
 def test_a_plot_for_each_claim_with_pairs_and_each_trade_off(page):
     places = [e[1]["id"] for e in page.all("div", class_="plot")]
     assert places == list(page.figures())
-    assert len(places) == 4 + 1 + 1 + 1
+    assert len(places) == 4 + 1 + 1 + 1 + 1
     assert all(e[1]["role"] == "img" and e[1]["aria-label"] for e in page.all("div", class_="plot"))
 
 
@@ -215,6 +215,17 @@ def test_trade_off_has_a_trace_for_each_arm_through_its_points():
     assert len(points["mean-pooling"]) == 3
     assert figure["layout"]["yaxis"]["type"] == "log"
     assert len({(t["marker"]["color"], t["marker"]["symbol"]) for t in figure["data"]}) == 5
+
+
+def test_a_curve_is_the_mean_over_seeds_of_the_points_that_are_there():
+    result = retrieval(seeds=3)
+    figure = curve_plot(result.curves[0], result.rows, result.arms)
+    ours = next(trace for trace in figure["data"] if trace["meta"] == "lemur")
+    assert ours["x"] == pytest.approx([0.2, 0.6, 0.9])
+    assert ours["y"] == pytest.approx([0.31, 0.5, 0.8])
+    (diagonal,) = figure["layout"]["shapes"]
+    assert (diagonal["x0"], diagonal["x1"]) == (diagonal["y0"], diagonal["y1"])
+    assert curve_plot({"name": "nothing", "x": "", "y": ""}, result.rows, result.arms) is None
 
 
 def test_metrics_are_means_and_deviations_by_arm_in_families(page):

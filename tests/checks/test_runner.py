@@ -93,7 +93,10 @@ def test_timed_arms_are_interleaved_after_one_warm_up(check, tmp_path, monkeypat
     assert row.metrics["sums_per_second"] == pytest.approx(1 / sorted(timing["wall"])[1])
     assert row.metrics["seconds"] == pytest.approx(sorted(timing["wall"])[1])
     assert result.remarks == [f"numpy made {row.metrics['sum']:.0f}"]
-    assert next(row for row in result.rows if row.arm == "length").metrics == {"length": 20_000.0}
+    length = next(row for row in result.rows if row.arm == "length")
+    assert length.metrics == {"length": 20_000.0}
+    assert length.curves == {"partial sums": [[0.0, 0.0], [1.0, None]]}
+    assert result.curves == [{"name": "partial sums", "x": "numbers", "y": "sum", "diagonal": False}]
 
 
 @pytest.fixture

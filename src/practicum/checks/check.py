@@ -185,6 +185,26 @@ class Workload:
     metrics: Callable[[Any], Mapping[str, float]] | None = None
 
 
+@dataclass(frozen=True)
+class Curve:
+    """A plot of the report with a line for each arm that gives its points.
+
+    Parameters
+    ----------
+    name : str
+        Key of the points in `Metrics.curves`.
+    x, y : str
+        What the axes show.
+    diagonal : bool
+        Whether to draw the line y = x, where a perfect reliability diagram lies.
+    """
+
+    name: str
+    x: str
+    y: str
+    diagonal: bool = False
+
+
 @dataclass
 class Metrics:
     """What an arm returns.
@@ -199,12 +219,16 @@ class Metrics:
         Metrics that cannot be measured on this data, with the reason; their claims get "could not measure".
     notes : sequence of str
         Anything a reader of the result must know about this arm (which implementation ran, for example).
+    curves : mapping of str to sequence of (float, float)
+        Name of a `Curve` of the check to its points, as many for every seed: the report draws their means over
+        seeds, point by point. A point that is not finite (an empty bin) is left out of the mean.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
     timed: Mapping[str, Workload] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
 
 class Unavailable(Exception):
@@ -238,6 +262,8 @@ class Check:
         Default number of seeds.
     trade_offs : tuple of (str, str)
         Pairs (timed metric, quality metric); each is a point per arm in the report's time-quality plot.
+    curves : tuple of Curve
+        The plots of the report beside those of the claims and trade-offs.
     threads : int or None
         Threads for ``prepare`` and for all that an arm does off the stopwatch, so that the numbers do not depend on
         how many seeds run side by side. ``None`` takes all cores, and is heeded only where seeds run one by one: in
@@ -265,6 +291,7 @@ class Check:
     comparisons: tuple[Comparison, ...] = ()
     seeds: Mapping[str, int] = {"quick": 3, "full": 5, "paper": 5}
     trade_offs: tuple[tuple[str, str], ...] = ()
+    curves: tuple[Curve, ...] = ()
     threads: int | None = 1
     portable: bool = False
 
@@ -326,4 +353,4 @@ def as_metrics(returned: Metrics | Mapping[str, float]) -> Metrics:
             values[name] = number
         else:
             missing[name] = f"{NOT_FINITE} the arm returned {number}"
-    return Metrics(values, metrics.timed, missing, tuple(metrics.notes))
+    return Metrics(values, metrics.timed, missing, tuple(metrics.notes), metrics.curves)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from practicum.checks.results import ClaimResult
+from practicum.checks.results import ClaimResult, Row
 from practicum.checks.words import MISSING, base_name, finite, metric_name, three_digits
 
 Figure = dict[str, Any]
@@ -108,6 +108,64 @@ def trade_off_plots(
         figure = _figure(traces, x_axis, y_axis)
         plots.append((timed_name, quality_name, figure))
     return plots
+
+
+def curve_plot(curve: Mapping[str, Any], rows: Sequence[Row], arms: Sequence[str]) -> Figure | None:
+    """Draw a curve of every arm that gave points for it, their means over seeds.
+
+    Parameters
+    ----------
+    curve : mapping
+        The fields of a `practicum.checks.Curve`.
+    rows : sequence of Row
+    arms : sequence of str
+
+    Returns
+    -------
+    dict or None
+        None where no arm gave a point.
+
+    Examples
+    --------
+    >>> rows = [Row(seed, "ours", curves={"c": [[0.0, 1.0], [1.0, y]]}) for seed, y in ((0, 2.0), (1, 4.0))]
+    >>> curve_plot({"name": "c", "x": "place", "y": "share"}, rows, ["ours"])["data"][0]["y"]
+    [1.0, 3.0]
+    """
+    traces = [trace for arm in arms if (trace := _curve_trace(curve, rows, arm, arms))]
+    if not traces:
+        return None
+    x_axis = _axis([x for trace in traces for x in trace["x"]])
+    x_axis["title"] = {"text": _plain(_shortened(str(curve["x"]), 40)), "font": {"size": 13}, "standoff": 12}
+    figure = _figure(traces, x_axis, _axis([y for trace in traces for y in trace["y"]]))
+    if curve.get("diagonal"):
+        low, high = figure["layout"]["xaxis"]["range"]
+        line = {"color": "--margin", "width": 1.5, "dash": "dash"}
+        figure["layout"]["shapes"] = [{"type": "line", "line": line, "x0": low, "x1": high, "y0": low, "y1": high}]
+    return figure
+
+
+def _curve_trace(curve: Mapping[str, Any], rows: Sequence[Row], arm: str, arms: Sequence[str]) -> dict[str, Any] | None:
+    given = [row.curves[curve["name"]] for row in rows if row.arm == arm and row.curves.get(curve["name"])]
+    points = []
+    for place in zip(*given, strict=False):
+        measured = [point for point in place if finite(point[0]) and finite(point[1])]
+        if measured:
+            points.append([sum(point[axis] for point in measured) / len(measured) for axis in (0, 1)])
+    if not points:
+        return None
+    words = [f"{arm}: {curve['y']} {three_digits(y)}, {curve['x']} {three_digits(x)}" for x, y in points]
+    slot, _ = mark(arm, arms)
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "meta": arm,
+        "x": [point[0] for point in points],
+        "y": [point[1] for point in points],
+        "text": [_plain(text) for text in words],
+        "hoverinfo": "text",
+        "line": {"color": f"--series-{slot}", "width": 2},
+        "marker": _marker(arm, arms) | {"size": 7},
+    }
 
 
 def mark(arm: str, arms: Sequence[str]) -> tuple[int, str]:

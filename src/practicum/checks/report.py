@@ -21,7 +21,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from practicum import __version__
-from practicum.checks.figures import Figure, mark, paired_plot, trade_off_plots
+from practicum.checks.figures import Figure, curve_plot, mark, paired_plot, trade_off_plots
 from practicum.checks.results import ClaimResult, Result, Row, write_text
 from practicum.checks.words import (
     MISSING,
@@ -124,6 +124,7 @@ class Section:
     date: str
     claims: list[Claim]
     trade_offs: list[Plot]
+    curves: list[Plot]
     arms: list[Arm]
     has_device_memory: bool
     metric_arms: list[str]
@@ -251,6 +252,7 @@ def _section(result: Result, id: str, figures: dict[str, Figure]) -> Section:
         date=_date(result.run),
         claims=[_claim(claim, f"{id}-c{n}", result, figures) for n, claim in enumerate(result.claims, 1)],
         trade_offs=_trade_offs(result, id, figures),
+        curves=_curves(result, id, figures),
         arms=_arms(result),
         has_device_memory=any("peak_device_memory_bytes" in row.resources for row in result.rows),
         metric_arms=metric_arms,
@@ -432,6 +434,24 @@ def _trade_offs(result: Result, id: str, figures: dict[str, Figure]) -> list[Plo
             f"{id}-trade-off-{len(plots) + 1}",
             f"{timed} over {quality}, a line for each of {plural(len(figure['data']), 'arm')}",
             f"{timed} (log scale) over {quality}; each point is a mean over seeds",
+            [(arm, *mark(arm, result.arms)) for arm in (trace["meta"] for trace in figure["data"])],
+        )
+        figures[plot.id] = figure
+        plots.append(plot)
+    return plots
+
+
+def _curves(result: Result, id: str, figures: dict[str, Figure]) -> list[Plot]:
+    plots: list[Plot] = []
+    for curve in result.curves:
+        figure = curve_plot(curve, result.rows, result.arms)
+        if figure is None:
+            continue
+        diagonal = "; dashed: where both are equal" if curve.get("diagonal") else ""
+        plot = Plot(
+            f"{id}-curve-{len(plots) + 1}",
+            f"{curve['y']} over {curve['x']}, a line for each of {plural(len(figure['data']), 'arm')}",
+            f"{curve['name']}: {curve['y']} over {curve['x']}, means over seeds{diagonal}",
             [(arm, *mark(arm, result.arms)) for arm in (trace["meta"] for trace in figure["data"])],
         )
         figures[plot.id] = figure

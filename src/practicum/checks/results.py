@@ -26,7 +26,8 @@ class Row:
     seconds of every repeat by both clocks. ``status`` is "ok", "failed" (``error`` has type, message and traceback)
     or "unavailable" (``error["message"]`` says why the arm cannot run here). ``resources`` has ``seconds``,
     ``cpu_seconds``, ``peak_memory_bytes`` (resident set at its highest while the arm ran) and
-    ``added_memory_bytes`` (that less the resident set before).
+    ``added_memory_bytes`` (that less the resident set before). ``curves`` has points (x, y), with None for a number
+    that is not finite.
     """
 
     seed: int
@@ -38,6 +39,7 @@ class Row:
     error: dict[str, str] | None = None
     timings: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     resources: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    curves: dict[str, list[list[float | None]]] = dataclasses.field(default_factory=dict)
 
 
 @dataclass
@@ -84,6 +86,7 @@ class Result:
     claims: list[ClaimResult]
     rows: list[Row]
     trade_offs: list[list[str]] = dataclasses.field(default_factory=list)
+    curves: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     remarks: list[str] = dataclasses.field(default_factory=list)
     run: dict[str, Any] = dataclasses.field(default_factory=dict)
     schema: int = SCHEMA

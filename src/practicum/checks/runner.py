@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -121,6 +122,7 @@ def run_check(
             claims=judge_all(check, {claim.id: claim.text for claim in card.claims}, scale, rows),
             rows=rows,
             trade_offs=[list(pair) for pair in check.trade_offs],
+            curves=[asdict(curve) for curve in check.curves],
             run={
                 "started": started.isoformat(timespec="seconds"),
                 "finished": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -386,6 +388,7 @@ def _run_arm(check: Check, request: Request, arm: str, work: Any, threads: int |
             if metrics.timed and arm not in check.timed_arms():
                 raise TypeError(f"the arm {arm!r} returned timed work: mark it with @arm({arm!r}, timed=True)")
             row.metrics, row.missing, row.notes = dict(metrics.values), dict(metrics.missing), list(metrics.notes)
+            row.curves = {name: _points(points) for name, points in metrics.curves.items()}
         except Unavailable as reason:
             row.status, row.error = "unavailable", {"type": "Unavailable", "message": str(reason), "traceback": ""}
         except (InputError, MissingExtra):
@@ -401,6 +404,11 @@ def _run_arm(check: Check, request: Request, arm: str, work: Any, threads: int |
     if gauge.peak_device is not None:
         row.resources["peak_device_memory_bytes"] = gauge.peak_device
     return row, metrics
+
+
+def _points(points: Iterable[tuple[float, float]]) -> list[list[float | None]]:
+    """The points of a curve as JSON has them."""
+    return [[float(value) if math.isfinite(value) else None for value in point] for point in points]
 
 
 def _fail(row: Row, error: BaseException, prefix: str = "") -> None:
