@@ -273,7 +273,8 @@ class LinearProbe(ClassifierMixin, BaseEstimator):
         _check_whole("max_iter", self.max_iter, 1)
         self.classes_ = _two_or_more(np.unique(y))
         self.mean_, self.scale_ = _standardisation(X)
-        model = LogisticRegression(C=self.C, max_iter=self.max_iter).fit((X - self.mean_) * self.scale_, y)
+        standardised = ((X - self.mean_) * self.scale_).astype(X.dtype)
+        model = LogisticRegression(C=self.C, max_iter=self.max_iter).fit(standardised, y)
         self.coef_, self.intercept_, self.n_iter_ = model.coef_, model.intercept_, model.n_iter_
         return self
 
