@@ -4,5 +4,37 @@ import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    submod_attrs={},
+    submod_attrs={
+        "aitchison": [
+            "AitchisonCallback",
+            "AttentionMonitor",
+            "LengthExponents",
+            "LengthScaledAttention",
+            "aitchison_distance",
+            "aitchison_norm",
+        ],
+        "confidence": [
+            "ConfItem",
+            "ConfResult",
+            "ConfidenceFormat",
+            "ConfidenceLabeler",
+            "VerbalConfidence",
+            "calibration_report",
+            "transfer_matrix",
+        ],
+        "coral": ["Coral", "CoralForMultipleChoice", "CoralLogitsProcessor", "ResidualSteering"],
+        "theater": [
+            "ForcedAnswer",
+            "HFMonitor",
+            "ProbeBelief",
+            "ProbeEarlyExit",
+            "RegexMonitor",
+            "TextProbeMonitor",
+            "Trace",
+            "collect_traces",
+            "generate_with_exit",
+            "inflections",
+            "performativity",
+        ],
+    },
 )
