@@ -25,7 +25,7 @@ reasoner = load_reasoner()
 model, tokenizer = reasoner
 chains = {}
 for kind in ("recall", "multi-hop"):
-    questions = reasoner_questions(kind, 200, random_state=0)
+    questions = reasoner_questions(kind, 320, random_state=0)
     chains[kind] = collect_traces(
         model,
         tokenizer,
@@ -33,9 +33,9 @@ for kind in ("recall", "multi-hop"):
         max_new_tokens=56,
         sampling=Sampling(1.0, 1.0),
         format=reasoner.format,
-        batch_size=200,
+        batch_size=320,
     )
-    record(model, chains[kind], [LAYER], batch_size=200)
+    record(model, chains[kind], [LAYER], batch_size=320)
     print(f"{kind}: {len(chains[kind])} chains, such as: {chains[kind][0].text} | {chains[kind][0].answer}")
 
 

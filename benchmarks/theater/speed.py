@@ -82,7 +82,7 @@ def forced(chat: Any) -> dict[str, Any]:
     tokenizer = chat.tokenizer
     words = tokenizer.encode("The river is wide here and the old bridge is long. ")
     ids = (words * (CHAIN // len(words) + 1))[:CHAIN]
-    trace = trace_of(tokenizer, question="?", options="ABCD", prompt_ids=words, cot_ids=ids, answer="A")
+    trace = trace_of(tokenizer, question="?", options=tuple("ABCD"), prompt_ids=words, cot_ids=ids, answer="A")
     trace.boundaries = [round(CHAIN * k / CUTS) for k in range(1, CUTS + 1)]
     instrument = ForcedAnswer(chat.model, tokenizer, batch_size=1)
     difference = np.abs(instrument(trace) - instrument.beliefs([trace])[0]).max()

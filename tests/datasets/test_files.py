@@ -1,3 +1,4 @@
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -249,3 +250,10 @@ class TestMultivectors:
         content[300:600] = bytes(300)
         path.write_bytes(content)
         refused(read_multivectors_npz, path, "cannot be read")
+
+
+def test_an_error_goes_from_a_worker_to_the_process_that_shows_it():
+    error = DataFileError("texts.jsonl", "is empty; must have text", line=3, field="query")
+    received = pickle.loads(pickle.dumps(error))
+    assert str(received) == str(error)
+    assert (received.line, received.field) == (3, "query")

@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 def questions(tmp_path_factory):
     """Questions of both families in one file."""
     path = tmp_path_factory.mktemp("questions") / "mine.jsonl"
-    write(path, families("reasoning", 24, random_state=5) + families("copy", 24, n_records=[2, 3], random_state=5))
+    write(path, families("reasoning", 18, random_state=5) + families("copy", 18, n_records=[2, 3], random_state=5))
     return path
 
 
@@ -120,14 +120,14 @@ def test_quick_says_what_needs_full(run, questions):
 
 
 def test_the_same_seed_gives_the_same_numbers(in_full, run, questions):
-    again = run(questions, scale="full", seeds=2)
-    assert [row.metrics for row in again.rows] == [row.metrics for row in in_full.rows]
-    seeds = [[row.metrics for row in again.rows if row.seed == seed] for seed in (0, 1)]
-    assert seeds[0] != seeds[1]
+    again = run(questions, scale="full", seeds=1)
+    first, second = ([row.metrics for row in in_full.rows if row.seed == seed] for seed in (0, 1))
+    assert [row.metrics for row in again.rows] == first
+    assert first != second
 
 
 def test_questions_of_one_family_leave_the_other_unmeasured(run, tmp_path):
-    write(tmp_path / "sums.jsonl", families("reasoning", 18))
+    write(tmp_path / "sums.jsonl", families("reasoning", 12))
     result = run(tmp_path / "sums.jsonl", scale="full")
     verdicts = {claim.claim: claim for claim in result.claims}
     assert verdicts["better-within-reasoning"].verdict != "could not measure"
@@ -144,7 +144,7 @@ def test_contexts_without_evidence_leave_two_numbers_unmeasured(run, tmp_path):
             "context": f"Ann is number {n}.",
             "choices": ["Ann", "Bob"],
         }
-        for n in range(18)
+        for n in range(12)
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
     result = run(path, scale="full")
@@ -215,8 +215,8 @@ def test_the_entropy_of_labels():
 def test_the_program_labels_and_draws(folder, questions, tmp_path, capsys):
     labels, page = tmp_path / "labels.jsonl", tmp_path / "page.html"
     told = practicum(capsys, "label", str(questions), "--model", str(folder), "--out", str(labels))
-    assert "48 questions" in told
-    assert len(read_labels(labels)) == 48
+    assert "36 questions" in told
+    assert len(read_labels(labels)) == 36
     sizes = ["--train", "8", "--test", "6", "--blocks", "1", "--epochs", "1", "--seeds", "2"]
     told = practicum(capsys, "matrix", str(labels), "--model", str(folder), "--out", str(page), *sizes)
     assert "decomposed trained on mixture, tested on copy, all seeds: Brier" in told

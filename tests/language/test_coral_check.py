@@ -149,7 +149,7 @@ def test_no_question_is_on_both_sides_and_a_held_out_topic_is_not_fitted_on(mode
     for topic in TOPICS:
         fitted, predicted = (int((topics[side] == topic).sum()) for side in (work.train, work.test))
         assert (fitted, predicted) == (8, 7)
-    assert len(work.held_out) == 4
+    assert len(work.held_out) == 3
     for train, test in work.held_out:
         assert len(set(topics[test])) == 1
         assert set(topics[test]).isdisjoint(topics[train])

@@ -312,7 +312,7 @@ class TestLetters:
     def test_letters_without_a_space(self):
         tokenizer = byte_pairs(alphabet=pre_tokenizers.ByteLevel.alphabet())
         scorer = ChoiceScorer(tiny("llama"), tokenizer, mode="letter", cache=False)
-        assert scorer._letter_tokens(3) == tokenizer.convert_tokens_to_ids(["A", "B", "C"])
+        assert scorer.letter_tokens(3) == tokenizer.convert_tokens_to_ids(["A", "B", "C"])
 
     def test_a_tokenizer_that_lacks_one(self):
         tokenizer = byte_pairs(alphabet=[*string.ascii_lowercase, "Ġ", "A", "B", "Q", "?", ":", "."])

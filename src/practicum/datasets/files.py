@@ -6,6 +6,7 @@ import csv
 import json
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +48,10 @@ class DataFileError(InputError):
             where.append(f"field {field!r}")
         super().__init__(": ".join([*where, reason]))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its arguments by name: a worker of a check sends it to the process that shows it."""
+        return partial(type(self), self.path, self.reason, line=self.line, field=self.field), ()
+
 
 def read_jsonl(path: Path | str, *fields: str) -> list[dict[str, str]]:
     r"""Read a file with one JSON object a line.
@@ -79,7 +84,7 @@ def read_jsonl(path: Path | str, *fields: str) -> list[dict[str, str]]:
     [{'text': 'one'}, {'text': 'two'}]
     """
     path = Path(path)
-    rows = [_texts_of(path, line, parsed, fields) for line, parsed in _json_lines(path)]
+    rows = [_texts_of(path, line, parsed, fields) for line, parsed in json_lines(path)]
     if not rows:
         raise DataFileError(path, "is empty; must have one JSON object a line")
     return rows
@@ -115,7 +120,7 @@ def read_text_pairs(path: Path | str) -> TextPairs:
     ['so']
     """
     path = Path(path)
-    first = next((parsed for _, parsed in _json_lines(path)), None)
+    first = next((parsed for _, parsed in json_lines(path)), None)
     known = first if isinstance(first, dict) else {}
     if "query" in known:
         rows = read_jsonl(path, "query", "document")
@@ -259,7 +264,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 raise DataFileError(path, f"is not UTF-8 text (byte {error.start + 1})", line=number) from error
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Give the number and the content of every line of a JSONL file that is not blank."""
     for number, line in _lines(path):
         if not line.strip():
             continue
@@ -276,18 +282,19 @@ def _texts_of(path: Path, line: int, parsed: Any, fields: tuple[str, ...]) -> di
         parsed = {fields[0]: parsed}
     if not isinstance(parsed, dict):
         wanted = "{" + ", ".join(f'"{field}": ...' for field in fields) + "}"
-        raise DataFileError(path, f"is {_kind(parsed)}; must be an object {wanted}", line=line)
+        raise DataFileError(path, f"is {kind_of(parsed)}; must be an object {wanted}", line=line)
     for field in fields:
         if field not in parsed:
             raise DataFileError(path, "is missing", line=line, field=field)
         if not isinstance(parsed[field], str):
-            raise DataFileError(path, f"is {_kind(parsed[field])}; must be text", line=line, field=field)
+            raise DataFileError(path, f"is {kind_of(parsed[field])}; must be text", line=line, field=field)
         if not parsed[field].strip():
             raise DataFileError(path, "is empty; must have text", line=line, field=field)
     return {field: parsed[field] for field in fields}
 
 
-def _kind(parsed: Any) -> str:
+def kind_of(parsed: Any) -> str:
+    """Name what a JSON value is, for an error message."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return kinds.get(type(parsed), "a number")
 

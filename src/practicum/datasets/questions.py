@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from practicum.datasets.files import DataFileError, _json_lines, _kind
+from practicum.datasets.files import DataFileError, json_lines, kind_of
 from practicum.toolbox.errors import InputError
 from practicum.toolbox.extras import requires
 from practicum.toolbox.installed import installed_version
@@ -221,7 +221,7 @@ def read_questions(path: Path | str, require_answer: bool = True) -> list[MCQues
     [MCQuestion(question='2 + 2?', choices=('3', '4'), answer=1, group=None)]
     """
     path = Path(path)
-    questions = [_question_of(path, line, parsed, require_answer) for line, parsed in _json_lines(path)]
+    questions = [_question_of(path, line, parsed, require_answer) for line, parsed in json_lines(path)]
     if not questions:
         raise DataFileError(path, "is empty; must have one JSON object a line")
     return questions
@@ -287,7 +287,7 @@ def _fault(question: Any, answers: bool) -> str:
 def _question_of(path: Path, line: int, parsed: Any, require_answer: bool) -> MCQuestion:
     if not isinstance(parsed, dict):
         wanted = '{"question": ..., "choices": [...], "answer": ...}'
-        raise DataFileError(path, f"is {_kind(parsed)}; must be an object {wanted}", line=line)
+        raise DataFileError(path, f"is {kind_of(parsed)}; must be an object {wanted}", line=line)
     question = _text(path, line, "question", parsed.get("question", ...))
     if "choices" in parsed and "options" in parsed:
         raise DataFileError(path, "stands beside 'choices'; must be one of the two", line=line, field="options")
@@ -309,7 +309,7 @@ def _text(path: Path, line: int, field: str, value: Any) -> str:
     if value is ...:
         raise DataFileError(path, "is missing", line=line, field=field)
     if not isinstance(value, str):
-        raise DataFileError(path, f"is {_kind(value)}; must be text", line=line, field=field)
+        raise DataFileError(path, f"is {kind_of(value)}; must be text", line=line, field=field)
     if not value.strip():
         raise DataFileError(path, "is empty; must have text", line=line, field=field)
     return value
@@ -319,7 +319,7 @@ def _choices(path: Path, line: int, field: str, value: Any) -> tuple[str, ...]:
     if value is ...:
         raise DataFileError(path, "is missing; must be a list of texts ('options' will do)", line=line, field=field)
     if not isinstance(value, list):
-        raise DataFileError(path, f"is {_kind(value)}; must be a list of texts", line=line, field=field)
+        raise DataFileError(path, f"is {kind_of(value)}; must be a list of texts", line=line, field=field)
     if len(value) < 2:
         raise DataFileError(path, f"has {len(value)} options; must have 2 or more", line=line, field=field)
     choices = tuple(_text(path, line, f"{field}[{i}]", choice) for i, choice in enumerate(value))
@@ -342,7 +342,7 @@ def _answer(path: Path, line: int, answer: Any, choices: tuple[str, ...]) -> int
     elif not isinstance(answer, float):
         raise DataFileError(
             path,
-            f"is {_kind(answer)}; must be the index, the letter or the text of an option",
+            f"is {kind_of(answer)}; must be the index, the letter or the text of an option",
             line=line,
             field="answer",
         )

@@ -267,15 +267,15 @@ class ChoiceScorer:
                 raise InputError(
                     f"questions[{i}]: has {n} choices; must have at most {len(LETTERS)} with mode='letter'"
                 )
-        letters = self._letter_tokens(max(len(question.choices) for question in questions))
-        prompts = [self.template.replace(PLACEHOLDER, _with_letters(question)) for question in questions]
+        letters = self.letter_tokens(max(len(question.choices) for question in questions))
+        prompts = [self.template.replace(PLACEHOLDER, with_letters(question)) for question in questions]
         rows = self._tokens(prompts)
         return [
             _Pack(row, [[letter] for letter in letters[: len(question.choices)]])
             for row, question in zip(rows, questions, strict=True)
         ]
 
-    def _letter_tokens(self, n: int) -> list[int]:
+    def letter_tokens(self, n: int) -> list[int]:
         """Single tokens of the first n letters, with a space in front if all have one, else without."""
         unknown = self.tokenizer.unk_token_id
         for prefix in (" ", ""):
@@ -645,7 +645,8 @@ def _require_layers(model: Any, layers: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(layer) for layer in chosen))
 
 
-def _with_letters(question: MCQuestion) -> str:
+def with_letters(question: MCQuestion) -> str:
+    """Write a question with its options below it, each behind its letter."""
     listed = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, question.choices, strict=False)]
     return "\n".join([question.question, *listed])
 

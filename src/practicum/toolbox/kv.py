@@ -243,7 +243,7 @@ class AttentionCall:
             return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
         chosen = torch.arange(m, device=device)[rows]
         at = torch.arange(n, device=device)[keys][None]
-        last = chosen[:, None] + (n - m)
+        last = chosen[:, None] + self._offset
         if mask is None or isinstance(mask, Tensor):
             seen = at <= last if self.is_causal or self._flash_window is not None else torch.ones_like(at <= last)
             if self._flash_window is not None:
@@ -289,6 +289,13 @@ class AttentionCall:
         return self.query.shape[2], self.key.shape[2]
 
     @property
+    def _offset(self) -> int:
+        """Keys before the first row's own, where the mask does not say."""
+        m, n = self._sizes
+        # torch's scaled_dot_product_attention counts from the first key: an empty static cache has more keys than rows.
+        return 0 if self.attention_mask is None and m > 1 and "sdpa" in self.implementation else n - m
+
+    @property
     def _flash_window(self) -> int | None:
         # Other functions are given windows within the mask.
         return self.options.get("sliding_window") if "flash" in self.implementation else None
@@ -299,7 +306,7 @@ class AttentionCall:
             keys = None if mask is None or bool(mask.all()) else mask[:, -n:].bool()
             if m > 1 and not self.is_causal:
                 return None
-            return Band(n - m, keys, self._flash_window)
+            return Band(self._offset, keys, self._flash_window)
         if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] != 1:
             return None
         seen_by_any = torch.zeros(len(mask), n, dtype=torch.bool, device=mask.device)

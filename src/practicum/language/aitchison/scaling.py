@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -358,7 +358,7 @@ class LengthScaledAttention:
         return not isinstance(self.law, str | LengthExponents)
 
     def _custom(self, n: Tensor) -> Tensor:
-        factor: Any = self.law(n)  # type: ignore[operator]
+        factor: Any = cast(Callable[[Tensor], Any], self.law)(n)
         if not isinstance(factor, Tensor) or factor.shape != n.shape:
             got = f"a tensor of shape {tuple(factor.shape)}" if isinstance(factor, Tensor) else type(factor).__name__
             raise InputError(f"law: returned {got}; must return a tensor of shape {tuple(n.shape)}")

@@ -195,17 +195,17 @@ class ConfidenceCheck(Check):
                 pool["copy"] = [one for one in pool["copy"] if (one.item.context or "").count(" code ") <= 3]
         families = {name: pool[name] for name in FAMILIES if name in pool}
         fewest = min(map(len, families.values()))
-        n_test = min(request.pick(quick=50, full=120), fewest // 3)
-        n_train = min(request.pick(quick=80, full=320), fewest - n_test)
+        n_test = min(request.pick(quick=30, full=100), fewest // 3)
+        n_train = min(request.pick(quick=40, full=160), fewest - n_test)
         parts = {name: split(labeled, n_train, n_test, request.seed) for name, labeled in families.items()}
-        n_held_out = request.pick(quick=0, full=60)
+        n_held_out = request.pick(quick=0, full=40)
         held_out = {
             name: split(pool[name], 0, n_held_out, request.seed)[1] for name in HELD_OUT if name in pool and n_held_out
         }
         n_blocks = request.pick(quick=4, full=4, paper=None)
         settings = {
             "lr": request.pick(quick=5e-4, full=5e-4, paper=1e-4),
-            "epochs": request.pick(quick=8, full=4, paper=2),
+            "epochs": request.pick(quick=8, full=8, paper=2),
             "batch_size": request.pick(quick=8, full=16),
         }
         return Work(

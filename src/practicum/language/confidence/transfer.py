@@ -375,7 +375,8 @@ def write_page(path: Path | str, cells: Sequence[Cell], title: str) -> None:
         f"<title>{escape(title)}</title><style>body{{font-family:sans-serif;margin:1.5rem}}"
         "th{text-align:left;vertical-align:top}td{vertical-align:top}td p{font-size:.85rem;margin:.2rem}</style></head>"
         f"<body><h1>{escape(title)}</h1><p>Rows: what was trained, on what. Columns: on what it is tested. Brier "
-        f"scores with 95 % intervals over items.</p><table><tr><th></th>{head}</tr>{''.join(body)}</table></body></html>",
+        f"scores with 95 % intervals over items.</p><table><tr><th></th>{head}</tr>{''.join(body)}</table></body>"
+        "</html>",
         encoding="utf-8",
     )
 

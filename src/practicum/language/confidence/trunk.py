@@ -270,6 +270,7 @@ class FrozenTrunk:
             raise InputError(f"first must be from 1 to {len(blocks) - 1}, the number of blocks less one; got {first}")
         self.model = model
         self.first = first
+        self._blocks = blocks
         self.kept: dict[TokenRow, Tensor] = {}
         self._forward = Forward(model, batch_size=batch_size)
         self._returned = 0
@@ -294,7 +295,7 @@ class FrozenTrunk:
                     self.kept.update(groups[i].parts(hidden[-len(rows[i].ids) :]))
 
     def _hidden(self, batch: Sequence[TokenRow]) -> Tensor:
-        blocks = decoder_blocks(self.model)
+        blocks = self._blocks
         seen: list[Tensor] = []
 
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -321,7 +322,7 @@ class FrozenTrunk:
     def entered(self, batch: Sequence[TokenRow], length: int) -> Iterator[None]:
         """Within it the model's forward on this batch, padded on the left to ``length``, begins at block ``first``."""
         self.fill(batch)
-        blocks = decoder_blocks(self.model)
+        blocks = self._blocks
         rows = [self.kept[sequence] for sequence in batch]
         hidden = rows[0].new_zeros(len(rows), length, rows[0].shape[-1])
         for n, row in enumerate(rows):

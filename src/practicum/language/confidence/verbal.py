@@ -128,7 +128,7 @@ class VerbalConfidence:
         The second loss: the cross-entropy of the model's own answer, or the divergence from what the model without
         the adapter says.
     lr : float
-        Of AdamW, falling linearly to 0.
+        Of AdamW, the same in every step.
     epochs, batch_size : int
     adapter_name : str, optional
         Needed where ``model`` has been wrapped by PEFT already: the new adapter is added under this name.
@@ -283,8 +283,6 @@ class VerbalConfidence:
             self.trunk_.fill([example.row for example in examples])
         parameters = [p for p in self.model_.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=self.lr, weight_decay=0.0)
-        n_steps = self.epochs * -(-len(examples) // self.batch_size)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 - n / n_steps)
         self.losses_ = []
         with torch.enable_grad():
             for _ in range(self.epochs):
@@ -297,7 +295,6 @@ class VerbalConfidence:
                     loss.backward()
                     nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT)
                     optimizer.step()
-                    schedule.step()
                     total += float(loss.detach()) * len(batch)
                 self.losses_.append(total / len(examples))
 

@@ -41,7 +41,7 @@ FEWEST_TOPICS = 3
 # Times the mean difference, for contrastive activation addition; 0 is the model itself.
 STRENGTHS = (1.0, 4.0)
 N_FOR_STRENGTH = 60
-RIDGE_PENALTIES = np.logspace(0, 6, 7)
+RIDGE_PENALTIES = np.logspace(1, 5, 5)
 BINS_OF_DIAGRAM = 10
 HELD_OUT = " (held-out topics)"
 
@@ -119,7 +119,7 @@ class CoralCheck(Check):
     """Questions of ten topics, answered by a small language model.
 
     In distribution, half of each topic is fitted on and the other half is measured. Under transfer each topic is held
-    out in turn (at the quick scale four of them, drawn by the seed), and all answers to held-out questions are measured
+    out in turn (at the quick scale three, drawn by the seed), and all answers to held-out questions are measured
     together. Every arm sees the same scores.
     """
 
@@ -191,7 +191,7 @@ class CoralCheck(Check):
             copies=copies,
             train=np.sort(np.concatenate([half[: (len(half) + 1) // 2] for half in halves])),
             test=np.sort(np.concatenate([half[(len(half) + 1) // 2 :] for half in halves])),
-            held_out=holding_out(topics, request.pick(quick=4, full=len(topics)), rng),
+            held_out=holding_out(topics, request.pick(quick=3, full=len(topics)), rng),
             seed=request.seed,
             layer=layer,
             mode=mode,

@@ -17,7 +17,7 @@ from practicum.datasets.questions import MCQuestion, require_questions
 from practicum.language.coral.estimator import Coral
 from practicum.language.coral.serving import CoralLogitsProcessor
 from practicum.toolbox.calibration import auroc, brier, ece, nll, reliability_diagram
-from practicum.toolbox.choices import LETTERS, PLACEHOLDER, ChoiceScorer, ChoiceScores, _with_letters
+from practicum.toolbox.choices import LETTERS, PLACEHOLDER, ChoiceScorer, ChoiceScores, with_letters
 from practicum.toolbox.errors import InputError
 from practicum.toolbox.taps import fingerprint, n_layers
 
@@ -251,7 +251,7 @@ class CoralForMultipleChoice:
             Ends where the answer begins; in letter mode it lists the options.
         """
         (sound,) = require_questions([question])
-        asked = _with_letters(sound) if self.scorer.mode == "letter" else sound.question
+        asked = with_letters(sound) if self.scorer.mode == "letter" else sound.question
         return self.scorer.template.replace(PLACEHOLDER, asked)
 
     def logits_processor(self, letters: str | Sequence[str] = "ABCD") -> CoralLogitsProcessor:
@@ -268,7 +268,7 @@ class CoralForMultipleChoice:
         """
         if list(letters) != list(LETTERS[: len(letters)]):
             raise InputError(f"letters={letters!r}: must be the letters from A on, as many as there are options")
-        return CoralLogitsProcessor(self._fitted, self.scorer._letter_tokens(len(letters)))
+        return CoralLogitsProcessor(self._fitted, self.scorer.letter_tokens(len(letters)))
 
     @property
     def _fitted(self) -> Coral:

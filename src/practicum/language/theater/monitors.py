@@ -230,8 +230,8 @@ class TextProbeMonitor:
     >>> def trace(answer):
     ...     return Trace("?", ("A", "B"), [1], [2, 3], [2], answer, None, f"It looks like {answer}.", [16])
     >>> monitor = TextProbeMonitor().fit([trace("AB"[i % 2]) for i in range(20)])
-    >>> monitor("?", "It looks like B.", ["A", "B"]).round(1).tolist()
-    [0.0, 1.0]
+    >>> monitor("?", "It looks like B.", ["A", "B"]).round(1)
+    array([0.1, 0.9])
     """
 
     def __init__(self, window: int | None = None, ngrams: int = 3, C: float = 10.0) -> None:
