@@ -23,7 +23,8 @@ monitor.figure().write_html("aitchison.html")
 clean = [ids[:, i : i + 64] for i in range(0, 256, 64)]
 monitor = AttentionMonitor(model, layers=[2, 6, 10], metrics=("aitchison",))
 monitor.calibrate(clean)
-with torch.no_grad(), monitor, LengthScaledAttention(model, law=lambda n: torch.full(n.shape, 1.3)):
+# What is entered first acts first: the monitor is to see the scaled queries.
+with torch.no_grad(), LengthScaledAttention(model, law=lambda n: torch.full(n.shape, 1.3)), monitor:
     model(ids[:, 256:320])
 print("heads that are off:", [(layer, head, round(z, 1)) for layer, head, z in monitor.alarms(z=4.0)[:5]])
 
@@ -32,4 +33,4 @@ with torch.no_grad(), LengthScaledAttention(model, law="sqrt_log", train_length=
     loss = model(ids, labels=ids).loss
 print("loss with scaled attention:", round(float(loss), 3))
 law = LengthScaledAttention(model, law="auto", train_length=256).calibrate([ids])
-print("median exponent of log n that keeps rows as sharp:", round(float(law.exponent.median()), 2))
+print("median exponent of log n that keeps rows as sharp:", round(law.exponent.median().item(), 2))

@@ -21,7 +21,7 @@ def wheel(tmp_path_factory):
 
 def test_the_wheel_holds_every_file_of_the_package_and_the_recorded_results(wheel):
     inside = set(zipfile.ZipFile(wheel).namelist())
-    suffixes = {".py", ".toml", ".j2", ".jinja", ".css", ".js", ".typed"}
+    suffixes = {".py", ".toml", ".j2", ".jinja", ".css", ".js", ".typed", ".safetensors", ".json"}
     ours = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*") if path.suffix in suffixes}
     assert not ours - inside
     cards = {name for name in inside if name.endswith("/card.toml")}

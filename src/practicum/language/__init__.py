@@ -24,6 +24,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         ],
         "coral": ["Coral", "CoralForMultipleChoice", "CoralLogitsProcessor", "ResidualSteering"],
         "theater": [
+            "AttentionProbe",
             "ForcedAnswer",
             "HFMonitor",
             "ProbeBelief",

@@ -517,7 +517,18 @@ class AttentionProbe(ClassifierMixin, BaseEstimator):
         ]
 
     def predict(self, X: Sequence[Any] | ArrayLike, options: Sequence[Sequence[Any]] | None = None) -> NDArray[Any]:
-        """Return the most probable class after all tokens of each trace, of shape (N,)."""
+        """Return the most probable class after all tokens of each trace.
+
+        Parameters
+        ----------
+        X, options
+            As in `predict_proba`.
+
+        Returns
+        -------
+        ndarray of shape (N,)
+            Labels, of the type of ``classes_``.
+        """
         probabilities = self.predict_proba(X, options)
         return self.classes_[probabilities.argmax(axis=1)]
 
@@ -528,6 +539,10 @@ class AttentionProbe(ClassifierMixin, BaseEstimator):
         ----------
         options : sequence of labels, optional
             The classes that are possible.
+
+        Returns
+        -------
+        ProbeStream
         """
         check_is_fitted(self)
         possible = _possible(None if options is None else [options], self.classes_, 1)

@@ -89,9 +89,9 @@ def task_items(
     --------
     >>> item = task_items("codes", 1, n_records=[2])[0]
     >>> item.context, item.question
-    ("Milo's code is 585. Sven's code is 315.", "What is Sven's code?")
+    ("Fay's code is 338. Emil's code is 124.", "What is Fay's code?")
     >>> item.evidence, item.answer in item.choices, len(item.choices)
-    ("Sven's code is 315.", True, 4)
+    ("Fay's code is 338.", True, 4)
     """
     if task not in TASKS:
         raise InputError(f"task must be one of {', '.join(TASKS)}; got {task!r}")

@@ -42,9 +42,10 @@ with requires("language", "theater"):
         trace_of,
         write_traces,
     )
-    from practicum.toolbox.probes import AttentionProbe as AttentionProbe
+    from practicum.toolbox.probes import AttentionProbe
 
 __all__ = [
+    "AttentionProbe",
     "ExitCurve",
     "ExitOutput",
     "ForcedAnswer",
