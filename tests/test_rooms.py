@@ -207,7 +207,10 @@ def test_every_claim_gets_a_verdict(first_run, card):
     assert [claim.claim for claim in first_run.claims] == [claim.id for claim in card.claims]
     for claim in first_run.claims:
         assert claim.verdict in VERDICTS
-        assert claim.verdict != "could not measure", f"{claim.claim}: {claim.reason}"
+        # What takes arms that are too slow for the quick scale says so.
+        told = claim.verdict != "could not measure" or "needs --scale full" in claim.reason
+        assert told, f"{claim.claim}: {claim.reason}"
+    assert any(claim.verdict != "could not measure" for claim in first_run.claims)
     failed = {row.arm: row.error["traceback"] for row in first_run.rows if row.status == "failed"}
     assert not failed
 

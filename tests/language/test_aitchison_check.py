@@ -23,7 +23,7 @@ from practicum.language.aitchison.check import (
 )
 from practicum.models import load_language_model
 
-SIZES = Sizes((64, 256, 1024), 64, 16, 64, 2, 256, 60, 4, 100, (16, 256), 200)
+SIZES = Sizes((64, 256, 1024), 64, 16, 64, 2, 256, 1, 60, 4, 100, (16, 256), 200)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_retrieval_learns_and_its_laws_differ(work):
     best = items[..., -1].argmax(1)
     assert torch.equal(items[torch.arange(50), best, :-1].argmax(1), answer)
     with torch.no_grad():
-        z, votes = found.net.logits(items), found.net.votes(items)
+        z, votes = found.net.parts(items)
         assert torch.allclose(found.net(items), found.net.read(z, votes))
 
 

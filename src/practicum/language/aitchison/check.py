@@ -60,6 +60,7 @@ class Sizes:
     window: int
     layers: int
     length: int
+    train_layers: int
     train_steps: int
     batch: int
     retrieval_steps: int
@@ -115,9 +116,33 @@ class AitchisonCheck(Check):
     def prepare(self, request: Request) -> Work:
         """Read the model's queries and keys, and train the networks."""
         sizes = request.pick(
-            quick=Sizes((64, 256, 1024, 4096, 16384), 128, 24, 128, 3, 1024, 300, 8, 700, (16, 64, 256), 2000),
+            quick=Sizes(
+                gaussian=(64, 256, 1024, 4096, 16384),
+                rows=128,
+                windows=24,
+                window=128,
+                layers=3,
+                length=1024,
+                train_layers=1,
+                train_steps=250,
+                batch=8,
+                retrieval_steps=500,
+                retrieval_lengths=(16, 64, 256),
+                tests=1000,
+            ),
             full=Sizes(
-                (256, 1024, 4096, 16384, 65536), 400, 48, 256, 7, 4096, 400, 16, 2000, (16, 64, 256, 1024, 4096), 4000
+                gaussian=(256, 1024, 4096, 16384, 65536),
+                rows=400,
+                windows=48,
+                window=256,
+                layers=7,
+                length=4096,
+                train_layers=2,
+                train_steps=400,
+                batch=16,
+                retrieval_steps=2000,
+                retrieval_lengths=(16, 64, 256, 1024, 4096),
+                tests=4000,
             ),
         )
         own = request.model is not None or request.data is not None
@@ -293,6 +318,7 @@ class Work:
         """The largest distance from the limit, in units of what is allowed: 3 standard errors or 1 %."""
         gaps = []
         for (d, _), (mean, error) in self.gaussian_norms[0].items():
+            # With two keys it is the limit times the mean of the absolute value of a standard normal.
             limit = expected_aitchison_norm(2, d, normalized=False) / math.sqrt(2 / math.pi)
             gaps.append(abs(mean - limit) / max(3 * error, 0.01 * limit))
         return max(gaps)
@@ -501,7 +527,7 @@ class Work:
             vocab_size=128,
             hidden_size=64,
             intermediate_size=128,
-            num_hidden_layers=2,
+            num_hidden_layers=self.sizes.train_layers,
             num_attention_heads=2,
             max_position_embeddings=64,
         )
@@ -608,7 +634,7 @@ class Retrieval:
                 size = min(left, max(1, ITEMS_AT_ONCE // n))
                 left -= size
                 items, answer = _items(size, n, generator)
-                z, votes = self.net.logits(items), self.net.votes(items)
+                z, votes = self.net.parts(items)
                 for law in LAWS:
                     chosen = self.net.read(z * self._factor(law)(z).reshape(-1, 1), votes).argmax(1)
                     right[law] += int((chosen == answer).sum())
@@ -636,7 +662,7 @@ class Retrieval:
         grid = torch.linspace(1, 6, 26)
         entropies, losses = [], []
         for items, answer in self._longer(9):
-            z, votes = self.net.logits(items), self.net.votes(items)
+            z, votes = self.net.parts(items)
             entropies.append(_entropy(z))
             tried = [self.net.read(beta * z, votes) for beta in grid.tolist()]
             losses.append(torch.stack([nn.functional.cross_entropy(x, answer, reduction="none") for x in tried], dim=1))
@@ -655,11 +681,12 @@ class Retrieval:
     @cached_property
     def _auto(self) -> LengthExponents:
         generator = self.work.generator(10)
-        near = torch.cat([self.net.logits(_items(200, n, generator)[0]).softmax(1).amax(1) for n in range(9, 17)])
+        short = [self.net.parts(_items(200, n, generator)[0])[0] for n in range(9, TRAINED_LENGTH + 1)]
+        near = torch.cat([z.softmax(1).amax(1) for z in short])
         x, y = [], []
         for items, _ in self._longer(11):
             n = items.shape[1]
-            needed = sharpening_inverse_temperature(self.net.logits(items), float(near.median()))
+            needed = sharpening_inverse_temperature(self.net.parts(items)[0], float(near.median()))
             x.append(math.log(math.log(n) / math.log(TRAINED_LENGTH)))
             y.append(math.log(float(needed.median())))
         slope = float(np.dot(x, y) / np.dot(x, x))
@@ -673,7 +700,7 @@ class Retrieval:
         for _ in range(100):
             n = int(torch.randint(TRAINED_LENGTH + 1, 16 * TRAINED_LENGTH + 1, (1,), generator=generator))
             items, answer = _items(128, n, generator)
-            z, votes = self.net.logits(items), self.net.votes(items)
+            z, votes = self.net.parts(items)
             loss = nn.functional.cross_entropy(self.net.read(z * law(torch.tensor([[n]]), 1)[0], votes), answer)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -692,13 +719,10 @@ class _Finder(nn.Module):
         self.value = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, CLASSES)
 
-    def logits(self, items: Tensor) -> Tensor:
-        """Attention logits (B, n)."""
-        return self.key(self.embed(items)) @ self.query / math.sqrt(len(self.query))
-
-    def votes(self, items: Tensor) -> Tensor:
-        """What each item says of the classes, (B, n, classes)."""
-        return self.out(self.value(self.embed(items)))
+    def parts(self, items: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention logits (B, n), and what each item says of the classes, (B, n, classes)."""
+        embedded = self.embed(items)
+        return self.key(embedded) @ self.query / math.sqrt(len(self.query)), self.out(self.value(embedded))
 
     @staticmethod
     def read(z: Tensor, votes: Tensor) -> Tensor:
@@ -706,7 +730,7 @@ class _Finder(nn.Module):
         return (z.softmax(1)[:, None] @ votes)[:, 0]
 
     def forward(self, items: Tensor) -> Tensor:
-        return self.read(self.logits(items), self.votes(items))
+        return self.read(*self.parts(items))
 
 
 def _items(batch: int, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

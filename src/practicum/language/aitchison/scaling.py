@@ -382,7 +382,7 @@ def _require_train_length(train_length: int) -> None:
 
 
 def _train_length(model: nn.Module) -> int:
-    config = model.config
+    config: Any = model.config
     config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int):

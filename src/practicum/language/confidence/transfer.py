@@ -123,6 +123,12 @@ class Cell:
     seed : int
     confidence : array of shape (n_items,), float64
     correct : array of shape (n_items,), bool
+
+    Examples
+    --------
+    >>> cell = Cell("copy", "scalar", "reasoning", 0, np.array([0.9, 0.2]), np.array([True, False]))
+    >>> calibration_report(cell.confidence, cell.correct).auroc
+    1.0
     """
 
     train: str

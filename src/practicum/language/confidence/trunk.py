@@ -281,6 +281,11 @@ class FrozenTrunk:
 
         Those that begin with the same tokens are computed in one row, where the architecture allows it: what stands
         before the first difference is read once.
+
+        Parameters
+        ----------
+        sequences : sequence of TokenRow
+            Shape (n_sequences,).
         """
         missing = [s for s in dict.fromkeys(sequences) if s not in self.kept]
         if not missing:
@@ -320,7 +325,19 @@ class FrozenTrunk:
 
     @contextmanager
     def entered(self, batch: Sequence[TokenRow], length: int) -> Iterator[None]:
-        """Within it the model's forward on this batch, padded on the left to ``length``, begins at block ``first``."""
+        """Within it the model's forward on this batch begins at block ``first``.
+
+        Parameters
+        ----------
+        batch : sequence of TokenRow
+            Shape (n_rows,).
+        length : int
+            To which the rows are padded on the left.
+
+        Yields
+        ------
+        None
+        """
         self.fill(batch)
         blocks = self._blocks
         rows = [self.kept[sequence] for sequence in batch]
@@ -352,7 +369,18 @@ class FrozenTrunk:
                     block.forward = forward
 
     def is_exact(self, sequence: TokenRow, tolerance: float = 1e-3) -> bool:
-        """Whether beginning at block ``first`` gives this architecture's own logits, told by one sequence."""
+        """Whether beginning at block ``first`` gives this architecture's own logits, told by one sequence.
+
+        Parameters
+        ----------
+        sequence : TokenRow
+        tolerance : float
+            Relative, and absolute in standard deviations of the logits.
+
+        Returns
+        -------
+        bool
+        """
         with torch.no_grad():
             whole = self._forward.logits([sequence], keep=1)
             short = Forward(self.model, self).logits([sequence], keep=1)
