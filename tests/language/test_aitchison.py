@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -565,6 +567,26 @@ def test_figures(llama, ids):
     assert [trace["type"] for trace in page["data"]] == ["scatter", "heatmap"]
     assert page["data"][0]["name"] == "layer 2"
     assert "plotly" in figure.to_html(include_plotlyjs="cdn")
+
+
+@torch.no_grad()
+def test_a_sink_takes_its_share_of_the_probabilities(ids):
+    config = GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=64)
+    model = build(GptOssForCausalLM, config, "eager")
+    for layer, block in enumerate(model.model.layers):
+        block.self_attn.sinks.fill_(1.0 + layer)
+    with AttentionMonitor(model, metrics=("aitchison", "max_prob", "entropy")) as monitor:
+        attentions = model(ids, output_attentions=True).attentions
+    for layer, p in enumerate(attentions):
+        rows = [p[b, :, i, : i + 1] for b in range(2) for i in range(40)]
+        assert min(float(row.sum(1).min()) for row in rows) < 0.9
+        top = torch.stack([row.amax(1) for row in rows]).mean(0)
+        norm = torch.stack([row.double().log().std(1, correction=0) for row in rows]).mean(0)
+        whole = [torch.cat([row, 1 - row.sum(1, keepdim=True)], 1) for row in rows]
+        entropy = torch.stack([statistics(row)["entropy"] for row in whole]).mean(0)
+        assert torch.allclose(monitor.result()["max_prob"][layer], top, rtol=1e-4)
+        assert torch.allclose(monitor.result()["entropy"][layer], entropy, rtol=1e-3)
+        assert torch.allclose(monitor.result()["aitchison"][layer].double(), norm, rtol=1e-4)
 
 
 def test_the_monitor_gives_the_model_back(llama, ids):

@@ -191,6 +191,7 @@ def expected_aitchison_norm(n_keys: int, head_dim: int, *, beta: float = 1.0, no
     Returns
     -------
     float
+        Of a row of logits of shape (n_keys,).
 
     Raises
     ------
