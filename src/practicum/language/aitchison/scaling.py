@@ -411,8 +411,8 @@ def _needed(call: AttentionCall, rows: Tensor, target: Tensor, hold: str, train_
         y = (target[:, None].to(call.query.device) / _sharpness(call, rows, hold).reshape(heads, -1)).log()
         return x.cpu(), y.cpu()
     factors = []
-    for head, tau in enumerate(target.tolist()):
-        z = call.logits(rows)[:, head]
+    # On the CPU, for the solver needs float64, which not every device has.
+    for z, tau in zip(call.logits(rows).cpu().unbind(1), target.tolist(), strict=True):
         solved = sharpening_inverse_temperature(z, min(max(tau, 1e-6), 1 - 1e-6), mask=z > -torch.inf)
         factors.append(solved.reshape(-1).log())
     return x.cpu(), torch.stack(factors).float().cpu()
