@@ -416,9 +416,7 @@ def _later_rows(q: Tensor, keys: Tensor, shown: Tensor | None, seen: Tensor, bef
     count = before.count.to(q.dtype)[:, None] + (
         weights.sum(-1)[None] if shown is None else shown.to(q.dtype) @ weights.mT
     )
-    # With c keys for c rows the mask is the triangle, and the sums of keys are running sums.
-    sums = keys.cumsum(2) if keys.shape[2] == c else weights @ keys
-    total = (sums[:, :, None] * q.reshape(b, kv_heads, -1, c, d)).sum(-1)
+    total = z.sum(-1)
     squares = before.squares(q).reshape(total.shape) + torch.linalg.vector_norm(z, dim=-1).square()
     count = count[:, None, None]
     return ((squares - total.square() / count).clamp_min(0) / count).sqrt().reshape(b, heads, c)
