@@ -1,4 +1,4 @@
-"""What a language model believes: confidences of answers, read out and corrected."""
+"""What a language model believes and how it attends: read out, corrected, watched."""
 
 import lazy_loader
 

@@ -126,9 +126,9 @@ class AitchisonCheck(Check):
                 train_layers=1,
                 train_steps=250,
                 batch=8,
-                retrieval_steps=500,
+                retrieval_steps=350,
                 retrieval_lengths=(16, 64, 256),
-                tests=1000,
+                tests=600,
             ),
             full=Sizes(
                 gaussian=(256, 1024, 4096, 16384, 65536),
