@@ -103,7 +103,7 @@ def trade_off_plots(
             continue
         timed_name, quality_name = (_common_name([member[i] for member in members]) for i in (0, 1))
         x_axis = _axis([x for trace in traces for x in trace["x"]])
-        x_axis["title"] = {"text": _plain(_shortened(quality_name, 40)), "font": {"size": 13}, "standoff": 12}
+        x_axis["title"] = _axis_title(quality_name)
         y_axis = _axis([y for trace in traces for y in trace["y"]], log=True)
         figure = _figure(traces, x_axis, y_axis)
         plots.append((timed_name, quality_name, figure))
@@ -135,7 +135,7 @@ def curve_plot(curve: Mapping[str, Any], rows: Sequence[Row], arms: Sequence[str
     if not traces:
         return None
     x_axis = _axis([x for trace in traces for x in trace["x"]])
-    x_axis["title"] = {"text": _plain(_shortened(str(curve["x"]), 40)), "font": {"size": 13}, "standoff": 12}
+    x_axis["title"] = _axis_title(str(curve["x"]))
     figure = _figure(traces, x_axis, _axis([y for trace in traces for y in trace["y"]]))
     if curve.get("diagonal"):
         low, high = figure["layout"]["xaxis"]["range"]
@@ -154,18 +154,9 @@ def _curve_trace(curve: Mapping[str, Any], rows: Sequence[Row], arm: str, arms: 
     if not points:
         return None
     words = [f"{arm}: {curve['y']} {three_digits(y)}, {curve['x']} {three_digits(x)}" for x, y in points]
-    slot, _ = mark(arm, arms)
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "meta": arm,
-        "x": [point[0] for point in points],
-        "y": [point[1] for point in points],
-        "text": [_plain(text) for text in words],
-        "hoverinfo": "text",
-        "line": {"color": f"--series-{slot}", "width": 2},
-        "marker": _marker(arm, arms) | {"size": 7},
-    }
+    trace = _line(arm, arms, points, words)
+    trace["marker"] |= {"size": 7}
+    return trace
 
 
 def mark(arm: str, arms: Sequence[str]) -> tuple[int, str]:
@@ -230,6 +221,11 @@ def _arm_trace(
         f"{arm}: {metric_name(timed)} {three_digits(y)}, {metric_name(quality)} {three_digits(x)}"
         for x, y, timed, quality in points
     ]
+    return _line(arm, arms, points, words)
+
+
+def _line(arm: str, arms: Sequence[str], points: Sequence[Sequence[Any]], words: Sequence[str]) -> dict[str, Any]:
+    """A line through points (x, y, ...) in the colour of an arm, with words for each."""
     slot, _ = mark(arm, arms)
     return {
         "type": "scatter",
@@ -286,6 +282,10 @@ def _axis(values: Sequence[float], *, log: bool = False) -> dict[str, Any]:
     axis = {"type": "log", "range": [low - slack, high + slack]}
     ticks = _log_ticks(low - slack, high + slack)
     return axis | {"tickvals": ticks, "ticktext": [three_digits(tick, exact=True) for tick in ticks]}
+
+
+def _axis_title(text: str) -> dict[str, Any]:
+    return {"text": _plain(_shortened(text, 40)), "font": {"size": 13}, "standoff": 12}
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
