@@ -329,6 +329,22 @@ def test_a_dask_cluster_gives_the_same_numbers(check, tmp_path):
 @pytest.fixture
 def ray_head():
     """A real Ray head of its own, in a process that ends with the test."""
+    said = []
+    for _ in range(3):  # Ray draws the ports of its parts at random and gives up when one is taken
+        head, address, words = start_ray_head()
+        if head is not None:
+            break
+        said.append(words)
+    else:
+        raise RuntimeError("the Ray head did not start:\n" + "\n".join(said))
+    try:
+        yield address
+    finally:
+        stop(head)
+
+
+def start_ray_head():
+    """The process and the address of a Ray head, or None with what it said before it gave up."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -341,21 +357,23 @@ def ray_head():
         text=True,
         start_new_session=True,
     )
+    words = []
+    for line in head.stdout:
+        if "Ray runtime started" in line:
+            return head, f"127.0.0.1:{port}", ""
+        words.append(line)
+    stop(head)
+    return None, "", "".join(words)
+
+
+def stop(head):
+    head.terminate()
     try:
-        for line in head.stdout:
-            if "Ray runtime started" in line:
-                break
-        else:
-            raise RuntimeError("the Ray head did not start")
-        yield f"127.0.0.1:{port}"
-    finally:
-        head.terminate()
-        try:
-            head.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            os.killpg(head.pid, signal.SIGKILL)
-            head.wait()
-        head.stdout.close()
+        head.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        os.killpg(head.pid, signal.SIGKILL)
+        head.wait()
+    head.stdout.close()
 
 
 def test_a_ray_cluster_gives_the_same_numbers(check, tmp_path, ray_head):
