@@ -172,7 +172,7 @@ class ConfidenceCheck(Check):
             difference_at_most=0.0,
         ),
     )
-    seeds = {"quick": 2, "full": 4, "paper": 5}
+    seeds = {"quick": 2, "full": 3, "paper": 5}
 
     def prepare(self, request: Request) -> Work:
         """Load the model, draw questions to train and to test on, and label what is not labelled."""
@@ -195,18 +195,18 @@ class ConfidenceCheck(Check):
                 pool["copy"] = [one for one in pool["copy"] if (one.item.context or "").count(" code ") <= 3]
         families = {name: pool[name] for name in FAMILIES if name in pool}
         fewest = min(map(len, families.values()))
-        n_test = min(request.pick(quick=30, full=100), fewest // 3)
-        n_train = min(request.pick(quick=40, full=160), fewest - n_test)
+        n_test = min(request.pick(quick=20, full=80), fewest // 3)
+        n_train = min(request.pick(quick=24, full=96), fewest - n_test)
         parts = {name: split(labeled, n_train, n_test, request.seed) for name, labeled in families.items()}
-        n_held_out = request.pick(quick=0, full=40)
+        n_held_out = request.pick(quick=0, full=24)
         held_out = {
             name: split(pool[name], 0, n_held_out, request.seed)[1] for name in HELD_OUT if name in pool and n_held_out
         }
         n_blocks = request.pick(quick=4, full=4, paper=None)
         settings = {
             "lr": request.pick(quick=5e-4, full=5e-4, paper=1e-4),
-            "epochs": request.pick(quick=8, full=8, paper=2),
-            "batch_size": request.pick(quick=8, full=16),
+            "epochs": request.pick(quick=6, full=6, paper=2),
+            "batch_size": request.pick(quick=8, full=8, paper=16),
         }
         return Work(
             model,
