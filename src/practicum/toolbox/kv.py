@@ -455,6 +455,7 @@ class _Switch:
             function = registered or _eager_function(module)
             layer = self._layers.get(id(module))
             if layer is not None:
+                attention_mask = _fitted(attention_mask, query.shape[2], key.shape[2])
                 call = self._call(layer, original, module, query, key, value, attention_mask, kwargs)
                 query, key, value = self._observed(call)
             with _OriginalName(module, original):
@@ -498,6 +499,15 @@ class _Switch:
                     )
                 call = answer or call
         return call.query, call.key, call.value
+
+
+def _fitted(mask: Any, m: int, n: int) -> Any:
+    """The mask for n keys; layers of a cache that differ in length share one, which hides no padding."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[-1] in (1, n) or n < m:
+        return mask
+    past = torch.ones if mask.dtype == torch.bool else torch.zeros
+    before = past(*mask.shape[:-1], n - m, dtype=mask.dtype, device=mask.device)
+    return torch.cat([before, mask[..., mask.shape[-1] - m :]], dim=-1)
 
 
 class _OriginalName:
