@@ -62,6 +62,8 @@ class SelectedLayer(DynamicLayer):
 
     # Of its own, so that it does not take the place of the layers that a configuration asks for.
     _layer_type = None
+    keys: Any
+    values: Any
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor, seen: int) -> None:
         super().__init__()
@@ -207,7 +209,7 @@ class SelectedLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the sequences of the batch in another order."""
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._batch(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -302,14 +304,15 @@ def select(cache: Cache, tokens: Mapping[int, Tensor] | Tensor) -> Cache:
         raise InputError(
             f"tokens: layer {strange[0]} has no full attention that grows; the layers that have are {able}"
         )
+    layers: list[Any] = cache.layers
     for layer in able:
-        selected = SelectedLayer.of(cache.layers[layer - 1])
+        selected = SelectedLayer.of(layers[layer - 1])
         if layer in chosen:
             try:
                 selected.keep(chosen[layer])
             except InputError as error:
                 raise InputError(f"layer {layer}: {error}") from None
-        cache.layers[layer - 1] = selected
+        layers[layer - 1] = selected
     return cache
 
 
@@ -371,7 +374,8 @@ def cut(cache: Cache, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
     if not 0 <= start < stop:
         raise InputError(f"start={start}, stop={stop}: must be a span that is not empty")
     parts = []
-    for number, layer in enumerate(cache.layers, start=1):
+    layers: list[Any] = cache.layers
+    for number, layer in enumerate(layers, start=1):
         held = getattr(layer, "positions", None)
         if held is None:
             n = 0 if layer.keys is None else layer.keys.shape[-2]
@@ -486,7 +490,8 @@ def held(cache: Cache) -> Held:
     512
     """
     nbytes, full, tokens = 0, 0, []
-    for layer in cache.layers:
+    layers: list[Any] = cache.layers
+    for layer in layers:
         if layer.keys is None:
             tokens.append(0)
             continue
