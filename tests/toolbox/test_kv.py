@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from practicum.toolbox.errors import InputError
-from practicum.toolbox.kv import AttentionCall, AttentionTap
+from practicum.toolbox.kv import AttentionCall, AttentionTap, ReceivedAttention
 
 SMALL = {
     "vocab_size": 60,
@@ -277,3 +277,72 @@ def test_it_refuses(llama, ids):
         pytest.raises(InputError, match="key: has shape"),
     ):
         llama(ids)
+
+
+# What keys receive --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("window", [None, 3])
+@torch.no_grad()
+def test_received_attention_is_what_eager_attention_sums_to(name, window):
+    model = build(name, "eager")
+    ids = torch.randint(1, 60, (2, 11), generator=torch.Generator().manual_seed(0))
+    with ReceivedAttention(model, window) as seen:
+        attentions = model(ids, output_attentions=True).attentions
+    assert seen.rows == (window or 11)
+    for layer, expected in enumerate(attentions, start=1):
+        rows = expected[:, :, -(window or 11) :].sum(2)
+        torch.testing.assert_close(seen.received[layer], rows.float(), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_received_attention_of_parts_is_that_of_the_whole():
+    model, ids = build("llama"), torch.randint(1, 60, (1, 12), generator=torch.Generator().manual_seed(0))
+    with ReceivedAttention(model) as whole:
+        model(ids)
+    with ReceivedAttention(model) as parts:
+        cache = None
+        for a, b in ((0, 5), (5, 9), (9, 12)):
+            cache = model(ids[:, a:b], cache=cache, use_cache=True).cache
+    assert parts.rows == whole.rows == 12
+    for layer, found in whole.received.items():
+        torch.testing.assert_close(parts.received[layer], found, atol=1e-5, rtol=1e-5)
+    with ReceivedAttention(model, window=2) as last:
+        model(ids[:, 9:], cache=model(ids[:, :9], use_cache=True).cache, use_cache=True)
+    with ReceivedAttention(model, window=2) as expected:
+        model(ids)
+    torch.testing.assert_close(last.received[2], expected.received[2], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_prompt_after_another_begins_anew():
+    model, ids = build("llama"), torch.randint(1, 60, (1, 8), generator=torch.Generator().manual_seed(0))
+    with ReceivedAttention(model, layers=2) as twice:
+        model(ids.flip(1))
+        model(ids)
+    with ReceivedAttention(model, layers=2) as once:
+        model(ids)
+    assert list(twice.received) == [2]
+    assert twice.rows == once.rows == 8
+    assert torch.equal(twice.received[2], once.received[2])
+
+
+@torch.no_grad()
+def test_padding_changes_nothing_for_tokens():
+    model, ids = build("llama"), torch.randint(1, 60, (1, 6), generator=torch.Generator().manual_seed(0))
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), ids], dim=1)
+    mask = (torch.arange(9) >= 3)[None].long()
+    with ReceivedAttention(model) as alone:
+        model(ids)
+    with ReceivedAttention(model) as seen:
+        model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp_min(0))
+    torch.testing.assert_close(seen.received[1][..., 3:], alone.received[1], atol=1e-5, rtol=1e-5)
+    # What padding receives comes from the three rows of padding alone.
+    assert float(seen.received[2][..., :3].sum(-1).max()) <= 3 + 1e-5
+    assert not bool(seen.received[1].isnan().any())
+
+
+def test_a_window_of_no_rows_is_refused():
+    with pytest.raises(InputError, match="window=0: must be 1 or more rows"):
+        ReceivedAttention(build("llama"), window=0)

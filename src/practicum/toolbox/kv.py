@@ -334,6 +334,115 @@ class AttentionCall:
         return True
 
 
+class ReceivedAttention:
+    r"""Sum what each key receives of attention, for the last rows of queries or for all of them.
+
+    .. math:: a^{l}_{h,t} = \sum_{i \in I} \mathrm{softmax}_t(q_i \cdot k_t)
+
+    with I the last ``window`` rows of the queries, or all. For a window of w rows and n keys that costs w n products a
+    head and layer; for all rows it is the n^2 of attention once more, in blocks of rows: the whole matrix is never
+    there. Passes that follow each other, with a cache between them, add up, as parts of one prompt do; with a window,
+    each pass begins anew, so that the last pass counts.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        As for `AttentionTap`, which watches it.
+    window : int, optional
+        How many of the last rows of a pass; all by default.
+    layers : int or sequence of int, optional
+        From 1; all by default.
+
+    Attributes
+    ----------
+    received : dict of int to Tensor of shape (B, H, n), float32
+        For each layer, what the n keys of its last pass received from the queries of each head.
+    rows : int
+        How many rows the sums are over.
+
+    Raises
+    ------
+    InputError
+        A ValueError that names the argument: for a window below 1, and as `AttentionTap`.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    ...     num_key_value_heads=2,
+    ... )
+    >>> model, ids = LlamaForCausalLM(config).eval(), torch.tensor([[5, 6, 7, 8]])
+    >>> with torch.no_grad(), ReceivedAttention(model, window=2) as seen:
+    ...     _ = model(ids)
+    >>> tuple(seen.received[1].shape), round(float(seen.received[1].sum()), 4)  # two rows of four heads
+    ((1, 4, 4), 8.0)
+    """
+
+    def __init__(self, model: nn.Module, window: int | None = None, layers: int | Sequence[int] | None = None) -> None:
+        if window is not None and window < 1:
+            raise InputError(f"window={window}: must be 1 or more rows, or None for all")
+        self.window = window
+        self.received: dict[int, Tensor] = {}
+        self.rows = 0
+        self._tap = AttentionTap(model, self._observe, layers)
+
+    def __enter__(self) -> Self:
+        """Begin to watch."""
+        self._tap.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Leave the model as it was; what was summed stays."""
+        self._tap.__exit__(*exception)
+
+    @torch.no_grad()
+    def _observe(self, call: AttentionCall) -> None:
+        m = call.query.shape[2]
+        first = 0 if self.window is None else max(0, m - self.window)
+        found = received_attention(call, first)
+        before = self.received.get(call.layer)
+        if self.window is None and before is not None and before.shape[:2] == found.shape[:2]:
+            # Keys that a cache has let go of since would be others: only one that has grown is the same prompt.
+            if before.shape[2] + m != found.shape[2]:
+                before = None
+            else:
+                found[..., : before.shape[2]] += before
+        else:
+            before = None
+        self.received[call.layer] = found
+        if call.layer == self._tap.layers[0]:
+            self.rows = m - first + (self.rows if before is not None else 0)
+
+
+def received_attention(call: AttentionCall, first: int = 0) -> Tensor:
+    """What each key receives of attention from the rows of queries from ``first`` on, summed.
+
+    Parameters
+    ----------
+    call : AttentionCall
+    first : int
+        Row from which on queries count.
+
+    Returns
+    -------
+    Tensor of shape (B, H, n), float32
+        Where the model has attention sinks, what they take is missing.
+    """
+    b, heads, m, _ = call.query.shape
+    total = torch.zeros(b, heads, call.key.shape[2], device=call.query.device)
+    for start in range(first, m, ROWS_AT_ONCE):
+        z = call.logits(slice(start, min(start + ROWS_AT_ONCE, m)))
+        if call.sinks is not None:
+            sink = call.sinks.to(z.dtype)[None, :, None, None].expand(*z.shape[:3], 1)
+            shares = torch.softmax(torch.cat([z, sink], dim=-1), dim=-1)[..., :-1]
+        else:
+            shares = torch.softmax(z, dim=-1)
+        # A row of padding sees nothing at all.
+        total += shares.nan_to_num(0.0).sum(2)
+    return total
+
+
 @dataclass(frozen=True)
 class Band:
     """Row i sees key j when j <= i + offset, j > i + offset - window, and j is not hidden.
