@@ -29,6 +29,7 @@ from transformers import (
     StaticCache,
 )
 
+from hidden_keys import Hidden
 from practicum.toolbox.errors import InputError
 from practicum.toolbox.kv import AttentionTap
 from practicum.toolbox.kv_cache import Rotary, SelectedLayer, clone, cut, full_attention_layers, held, join, select
@@ -170,40 +171,6 @@ def test_generate_gives_the_same_tokens(model, options):
 
 
 # With some kept ------------------------------------------------------------------------------------------------------
-
-
-class Hidden:
-    """Reference: the full cache, with the keys that were let go of hidden by a mask of each layer's own."""
-
-    def __init__(self, model, kept, n):
-        self.model, self.hooks = model, []
-        self.hidden = {}
-        for layer, indices in kept.items():
-            hidden = torch.ones(n, dtype=torch.bool)
-            hidden[indices] = False
-            self.hidden[layer] = hidden
-
-    def __enter__(self):
-        for layer, block in enumerate(self.model.get_decoder().layers, start=1):
-            if layer in self.hidden:
-                hook = self.hook(self.hidden[layer])
-                self.hooks.append(block.self_attn.register_forward_pre_hook(hook, with_kwargs=True))
-        return self
-
-    def hook(self, hidden):
-        def mask(module, args, kwargs):
-            m = kwargs["hidden_states"].shape[1] if "hidden_states" in kwargs else args[0].shape[1]
-            past = kwargs["cache"].layers[module.layer_idx].get_seq_length()
-            seen = torch.arange(past + m)[None] <= past + torch.arange(m)[:, None]
-            seen[:, : len(hidden)] &= ~hidden
-            kwargs["attention_mask"] = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-            return args, kwargs
-
-        return mask
-
-    def __exit__(self, *exception):
-        for hook in self.hooks:
-            hook.remove()
 
 
 @torch.no_grad()
