@@ -19,7 +19,7 @@ from practicum.serving.shotkv.cache import ShotKVCache, ShotKVLayer, ShotKVRepor
 from practicum.serving.shotkv.units import Unit, checked_units
 from practicum.toolbox.errors import InputError
 from practicum.toolbox.kv import AttentionCall, AttentionTap, ReceivedAttention, received_attention
-from practicum.toolbox.kv_cache import Rotary, full_attention_layers, held
+from practicum.toolbox.kv_cache import Rotary, clone, full_attention_layers, held
 from practicum.toolbox.taps import n_layers
 
 MIN_WINDOW = 8
@@ -73,6 +73,124 @@ class Prompt:
         b, heads, n = received.shape
         kv_heads = self.n_kv_heads[layer]
         return received.reshape(b, kv_heads, heads // kv_heads, n).mean(2)
+
+
+@dataclass
+class Reading:
+    """A prompt of n tokens that a model has read, whole.
+
+    Attributes
+    ----------
+    cache : transformers.DynamicCache
+        With keys of shape (B, H_kv, n, d).
+    input_ids : Tensor of int64, shape (B, n)
+    received : dict of int to Tensor of shape (B, H, n), or None
+        For each layer, what keys receive of attention from the last queries.
+    rows : int
+        How many queries that is.
+    accumulated : dict of int to Tensor of shape (B, H, n), or None
+        The same from all queries.
+
+    Examples
+    --------
+    >>> Reading(DynamicCache(), torch.zeros(1, 4, dtype=torch.int64), None, 0, None).rows
+    0
+    """
+
+    cache: Cache
+    input_ids: Tensor
+    received: dict[int, Tensor] | None
+    rows: int
+    accumulated: dict[int, Tensor] | None
+
+
+@torch.no_grad()
+def read(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    window: int | None = None,
+    accumulated: bool = False,
+    chunk_size: int | None = None,
+    before: Reading | None = None,
+) -> Reading:
+    """Read a prompt once, for any number of presses.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model in eval mode.
+    input_ids : Tensor of int64, shape (B, n)
+    window : int, optional
+        Sum the attention of so many of the last queries.
+    accumulated : bool
+        Sum that of all queries as well.
+    chunk_size : int, optional
+        Read in parts of so many tokens, for memory.
+    before : Reading, optional
+        Of the beginning of the same prompt, which is not read again and stays as it is.
+
+    Returns
+    -------
+    Reading
+        With keys of shape (B, H_kv, n, d).
+
+    Raises
+    ------
+    InputError
+        A ValueError that names the argument: for ids of another shape, a model in training mode, a beginning that is
+        another, and a window that reaches into it.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    ... )
+    >>> model, ids = LlamaForCausalLM(config).eval(), torch.arange(1, 13)[None]
+    >>> first = read(model, ids[:, :8], accumulated=True)
+    >>> whole = read(model, ids, window=3, accumulated=True, before=first)
+    >>> whole.cache.get_seq_length(), tuple(whole.received[1].shape), tuple(whole.accumulated[1].shape)
+    (12, (1, 2, 12), (1, 2, 12))
+    """
+    if model.training:
+        raise InputError("model: is in training mode; call model.eval() first")
+    n = _checked_ids(input_ids).shape[1]
+    done = 0 if before is None else before.input_ids.shape[1]
+    if before is not None and (done >= n or not torch.equal(before.input_ids, input_ids[:, :done])):
+        raise InputError("before: is not the beginning of input_ids")
+    if window is not None and window > n - done:
+        raise InputError(f"window={window}: must be at most the tokens that are read now, {n - done}")
+    if accumulated and before is not None and before.accumulated is None:
+        raise InputError("before: has no sums over all queries; read it with accumulated=True")
+    last, total = ReceivedAttention(model, window or 1), ReceivedAttention(model)
+    cache: Cache = DynamicCache(config=model.config) if before is None else clone(before.cache)  # type: ignore[arg-type]
+    if before is not None and accumulated:
+        total.received = dict(before.accumulated or {})
+    size = chunk_size or n
+    # The first part is the odd one: the last, whose queries are looked at, is whole.
+    stops = list(range(done + ((n - done) % size or min(size, n - done)), n + 1, size))
+    with ExitStack() as undo:
+        for watcher in [last] * (window is not None) + [total] * accumulated:
+            undo.enter_context(watcher)
+        for start, stop in zip([done, *stops], stops, strict=False):
+            if stop == n:
+                # Sliding windows must give the last token back, which `generate` reads again.
+                cache.activate_past_recording()
+            model(input_ids[:, start:stop], cache=cache, use_cache=True, logits_to_keep=1)
+    return Reading(
+        cache,
+        input_ids,
+        last.received if window is not None else None,
+        last.rows if window is not None else 0,
+        total.received if accumulated else None,
+    )
+
+
+def _checked_ids(input_ids: Tensor) -> Tensor:
+    if input_ids.ndim != 2:
+        raise InputError(f"input_ids: has shape {tuple(input_ids.shape)}; must be (B, n)")
+    return input_ids
 
 
 class Press(ABC):
@@ -200,30 +318,64 @@ class Press(ABC):
             A ValueError that names the argument: for padding, units that overlap or lie outside the prompt, a chunk
             that is smaller than the window, a model in training mode or without the registry.
         """
-        if input_ids.ndim != 2:
-            raise InputError(f"input_ids: has shape {tuple(input_ids.shape)}; must be (B, n)")
         if attention_mask is not None and not bool(attention_mask.all()):
             raise InputError("attention_mask: a batch must be pad-free: prompts of one length with the same units")
-        if model.training:
-            raise InputError("model: is in training mode; call model.eval() first")
-        n = input_ids.shape[1]
-        spans = checked_units(units, n)
-        window = self._window(spans, n)
+        spans = checked_units(units, _checked_ids(input_ids).shape[1])
+        window = self.window_of(spans, input_ids.shape[1])
         if chunk_size is not None and chunk_size < (window or 1):
             raise InputError(f"chunk_size={chunk_size}: must be at least the window that is looked at, {window} tokens")
-        cache, seen = self._read(model, input_ids, window, chunk_size)
+        accumulated = self.uses_attention and not self.uses_window
+        reading = read(model, input_ids, window=window, accumulated=accumulated, chunk_size=chunk_size)
+        return self.apply(model, reading, spans)
+
+    def apply(self, model: nn.Module, reading: Reading, units: Sequence[Unit | tuple[int, int]]) -> ShotKVCache:
+        """Keep a part of a prompt that was read already; the reading stays whole, for other presses.
+
+        Parameters
+        ----------
+        model : transformers.PreTrainedModel
+            The one that read it.
+        reading : Reading
+            With the sums of attention that this press looks at.
+        units : sequence of Unit or (int, int)
+
+        Returns
+        -------
+        ShotKVCache
+            Keys and values have shape (B, H_kv, T, d) in each layer.
+
+        Raises
+        ------
+        InputError
+            A ValueError: for units that are wrong, and a reading without the sums that are needed.
+        """
+        n = reading.input_ids.shape[1]
+        spans = checked_units(units, n)
+        cache = clone(reading.cache)
         able = full_attention_layers(cache)
         layers: list[Any] = cache.layers
         prompt = Prompt(
             n,
             spans,
             self._budget(spans, n),
-            {} if seen is None else {layer: seen.received[layer] for layer in able},
-            0 if seen is None else seen.rows,
+            self._received(reading, spans),
+            reading.rows if self.uses_window else n,
             {layer: layers[layer - 1].keys.shape[1] for layer in able},
         )
         chosen = self.choose(prompt) if self.prefill_ratio < 1 else dict.fromkeys(able, prompt.candidates)
-        return self._pressed(model, cache, prompt, chosen, input_ids)
+        return self._pressed(model, cache, prompt, chosen, reading.input_ids)
+
+    def _received(self, reading: Reading, units: Sequence[Unit]) -> Mapping[int, Tensor]:
+        if not self.uses_attention or self.prefill_ratio == 1:
+            return {}
+        if not self.uses_window:
+            if reading.accumulated is None:
+                raise InputError("reading: has no sums over all queries; read with accumulated=True")
+            return reading.accumulated
+        wanted = self.window_of(units, reading.input_ids.shape[1])
+        if reading.received is None or reading.rows != wanted:
+            raise InputError(f"reading: has sums over {reading.rows} queries; must have them over {wanted}")
+        return reading.received
 
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[Self]:
@@ -249,7 +401,20 @@ class Press(ABC):
                 undo.enter_context(watcher.following(model))
             yield self
 
-    def _window(self, units: Sequence[Unit], n: int) -> int | None:
+    def window_of(self, units: Sequence[Unit], n: int) -> int | None:
+        """How many of the last queries are looked at.
+
+        Parameters
+        ----------
+        units : sequence of Unit
+        n : int
+            Tokens of the prompt, whose ids have shape (B, n).
+
+        Returns
+        -------
+        int or None
+            None for a press that looks at none, or at all.
+        """
         if not self.uses_attention or not self.uses_window:
             return None
         return min(n, self.window or max(MIN_WINDOW, n - units[-1].end))
@@ -259,24 +424,6 @@ class Press(ABC):
         if self.budget_over == "units":
             return int(self.prefill_ratio * in_units)
         return max(0, min(in_units, int(self.prefill_ratio * n) - (n - in_units)))
-
-    @torch.no_grad()
-    def _read(
-        self, model: nn.Module, input_ids: Tensor, window: int | None, chunk_size: int | None
-    ) -> tuple[Cache, ReceivedAttention | None]:
-        cache: Cache = DynamicCache(config=model.config)  # type: ignore[arg-type]
-        n = input_ids.shape[1]
-        size = chunk_size or n
-        # The first part is the odd one: the last, whose queries are looked at, is whole.
-        stops = list(range(n % size or size, n + 1, size))
-        with ExitStack() as undo:
-            seen = undo.enter_context(ReceivedAttention(model, window)) if self.uses_attention else None
-            for start, stop in zip([0, *stops], stops, strict=False):
-                if stop == n:
-                    # Sliding windows must give the last token back, which `generate` reads again.
-                    cache.activate_past_recording()
-                model(input_ids[:, start:stop], cache=cache, use_cache=True, logits_to_keep=1)
-        return cache, seen
 
     def _pressed(
         self, model: nn.Module, cache: Cache, prompt: Prompt, chosen: Mapping[int, Tensor], input_ids: Tensor
