@@ -14,7 +14,17 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from practicum.toolbox import taps as taps_module
 from practicum.toolbox.errors import InputError
-from practicum.toolbox.taps import Ragged, Steering, Taps, decoder_blocks, fingerprint, n_layers, record
+from practicum.toolbox.taps import (
+    Ragged,
+    Steering,
+    Taps,
+    decoder_blocks,
+    fingerprint,
+    head_shape,
+    n_layers,
+    output_projection,
+    record,
+)
 
 BLOCKS = 3
 SIZES = {
@@ -137,6 +147,30 @@ def test_residual_is_the_sum_of_its_parts(llama):
     assert torch.allclose(stream[2], stream[1] + a[2] + m[2], **ROUNDING)
 
 
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "opt"])
+def test_heads_are_what_the_output_projection_takes(name):
+    model = build(name)
+    assert head_shape(model) == (BLOCKS, 2, 8)
+    projection, seen = output_projection(model, 2), {}
+    hook = projection.register_forward_pre_hook(lambda module, args: seen.update(x=args[0].clone()))
+    with torch.no_grad(), Taps(model, 2, "heads") as taps:
+        model(torch.tensor([[5, 6, 7]]))
+    hook.remove()
+    assert taps[2].shape == (1, 3, 16)
+    assert torch.equal(taps[2], seen["x"])
+    last = record(model, PROMPTS, 2, site="heads", dtype=torch.float32)[2]
+    with torch.no_grad(), Taps(model, 2, "heads", positions="last") as taps:
+        model(torch.tensor([PROMPTS[1]]))
+    np.testing.assert_allclose(last[1], taps[2][0], **ROUNDING)
+
+
+def test_heads_may_be_wider_than_the_residual_stream():
+    model = build("qwen3", head_dim=12)
+    assert head_shape(model) == (BLOCKS, 2, 12)
+    assert record(model, PROMPTS, 1, site="heads")[1].shape == (len(PROMPTS), 24)
+    assert record(model, PROMPTS, 1)[1].shape == (len(PROMPTS), 16)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_last_is_the_last_real_token(llama, side):
     inputs = padded(PROMPTS, side)
@@ -240,7 +274,43 @@ def test_steering_in_generation(model):
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("site", ["residual", "attention", "mlp"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("site", ["residual", "heads"])
+@pytest.mark.parametrize(("positions", "back"), [("last", 0), (-1, 0), (-2, 1)])
+def test_one_position_of_each_row_is_written(llama, side, site, positions, back):
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
+    given = padded(prompts, side)
+    with torch.no_grad(), Taps(llama, 2, site) as plain:
+        llama(**given)
+    rows = []
+
+    def write(hidden):
+        rows.append(hidden)
+        return hidden + 1
+
+    steering = Steering(llama, {2: write}, site, positions=positions)
+    with torch.no_grad(), steering, Taps(llama, 2, site) as steered:
+        llama(**given)
+    width = given["input_ids"].shape[1]
+    changed = (steered[2] != plain[2]).all(-1)
+    for i, prompt in enumerate(prompts):
+        place = (width if side == "left" else len(prompt)) - 1 - back
+        assert changed[i].nonzero().flatten().tolist() == [place]
+        assert torch.equal(rows[0][i], plain[2][i, place])
+    assert rows[0].shape == (3, 16)
+
+
+def test_a_position_that_a_row_has_not_is_refused(llama):
+    with Steering(llama, {2: torch.zeros_like}, positions=-2), pytest.raises(InputError, match="row 2 has 1 tokens"):
+        llama(**padded(PROMPTS[:3], "right"))
+    for positions in (0, 3, "first", True):
+        with pytest.raises(
+            InputError, match=r"positions=.*: must be None \(all of them\), 'last' or a whole number below 0"
+        ):
+            Steering(llama, {2: torch.zeros_like}, positions=positions)
+
+
+@pytest.mark.parametrize("site", ["residual", "attention", "mlp", "heads"])
 def test_what_is_written_is_read(model, site):
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad(), Taps(model, 3) as before:

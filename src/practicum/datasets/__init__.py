@@ -14,7 +14,15 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "synthetic_multivectors",
         ],
         "tables": ["Table", "digits", "mfeat", "mnist_5k", "mnist_shifted", "noisy_moons"],
+        "tasks": ["Task", "load_tasks", "read_tasks"],
         "questions": ["MCQTopics", "MCQuestion", "mcq_topics", "read_questions"],
-        "files": ["DataFileError", "read_jsonl", "read_multivectors_npz", "read_table", "read_text_pairs"],
+        "files": [
+            "DataFileError",
+            "read_jsonl",
+            "read_multivectors_npz",
+            "read_table",
+            "read_text_pairs",
+            "read_texts",
+        ],
     },
 )

@@ -90,6 +90,44 @@ def read_jsonl(path: Path | str, *fields: str) -> list[dict[str, str]]:
     return rows
 
 
+def read_texts(path: Path | str) -> list[str]:
+    r"""Read texts: of a ``.jsonl`` file the field ``text`` of every line, of a ``.txt`` file all of it as one text.
+
+    Parameters
+    ----------
+    path : pathlib.Path or str
+
+    Returns
+    -------
+    list of str
+        At least one.
+
+    Raises
+    ------
+    DataFileError
+        Naming line and field, and for a name that ends otherwise.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder, "texts.jsonl")
+    ...     _ = file.write_text('{"text": "one"}\n{"text": "two"}\n')
+    ...     read_texts(file)
+    ['one', 'two']
+    """
+    path = Path(path)
+    _require_file(path)
+    if path.suffix.lower() == ".jsonl":
+        return [row["text"] for row in read_jsonl(path, "text")]
+    if path.suffix.lower() != ".txt":
+        raise DataFileError(path, "its name must end in .jsonl or .txt")
+    text = "".join(line for _, line in _lines(path))
+    if not text.strip():
+        raise DataFileError(path, "is empty; must have text")
+    return [text]
+
+
 def read_text_pairs(path: Path | str) -> TextPairs:
     r"""Read documents, with or without a query for each, from a file with one JSON value a line.
 

@@ -23,6 +23,16 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "transfer_matrix",
         ],
         "coral": ["Coral", "CoralForMultipleChoice", "CoralLogitsProcessor", "ResidualSteering"],
+        "memoryllm": [
+            "MemoryBlock",
+            "MemoryLMConfig",
+            "MemoryLMForCausalLM",
+            "TokenLookups",
+            "cluster_tokens",
+            "memory_lm_from_dense",
+            "nearest_tokens",
+        ],
+        "taskheads": ["HeadPatch", "LexicalTaskHeads", "build_prompts", "head_scan", "path_patch", "retrieval_heads"],
         "theater": [
             "AttentionProbe",
             "ForcedAnswer",
@@ -37,5 +47,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "inflections",
             "performativity",
         ],
+        "trim": ["GradientSelector", "RepresentationSelector", "TrimSelector", "select_coreset", "warm_up"],
     },
 )

@@ -23,15 +23,17 @@ from torch import Tensor, nn
 
 from practicum.toolbox.errors import InputError
 
-Site = Literal["residual", "attention", "mlp"]
+Site = Literal["residual", "attention", "mlp", "heads"]
 Positions = Literal["last", "all"]
 
-SITES = ("residual", "attention", "mlp")
+SITES = ("residual", "attention", "mlp", "heads")
 # What the modules of a block are called, by their names in the block and by their classes.
 MODULE_NAMES = {
     "attention": ("attn", "attention"),
     "mlp": ("mlp", "feed_forward", "feedforward", "ffn", "moe"),
 }
+# What the projection that joins the heads of an attention is called.
+PROJECTION_NAMES = ("o_proj", "c_proj", "out_proj", "dense", "wo", "o")
 # What may say "attention" or "mlp" in a block and is neither.
 OTHER_NAMES = ("norm", "ln_", "dropout", "cross")
 # What a configuration adds to the weights: with the same weights and another of these, activations differ.
@@ -56,8 +58,10 @@ class Taps:
     Layer 0 is what enters the first block; layer l is what block l of L puts out: the residual stream after l blocks,
     before the final norm, equal to ``output_hidden_states[l]`` of transformers for l < L. ``site`` "attention" and
     "mlp" are what these modules of block l return, before a norm or a dropout that the block may apply to it, and
-    before it is added to the residual stream. Blocks and modules are found by structure: any causal language model
-    of transformers will do, also quantised, wrapped by PEFT or spread over devices.
+    before it is added to the residual stream. "heads" is what goes into the output projection of the attention of
+    block l: what each head gives, one head after the other, as wide as `head_shape` says. Blocks and modules are
+    found by structure: any causal language model of transformers will do, also quantised, wrapped by PEFT or spread
+    over devices.
 
     Only forward hooks are used. They are gone when the ``with`` block ends, by an exception or Ctrl-C as well. Every
     forward pass replaces what was read before, so within `generate` it is the step that was last. Several taps and
@@ -68,8 +72,8 @@ class Taps:
     model : transformers.PreTrainedModel
         A causal language model, or one wrapped by PEFT.
     layers : int or sequence of int
-        0..L for the residual stream, 1..L for attention and MLP.
-    site : {"residual", "attention", "mlp"}
+        0..L for the residual stream, 1..L for attention, MLP and heads.
+    site : {"residual", "attention", "mlp", "heads"}
     positions : None or "last"
         All positions, or the last token of each row that the attention mask does not hide, whichever side is padded.
         The mask is (batch, tokens), or (batch, 1, positions, tokens) in which a real token attends to itself.
@@ -215,13 +219,16 @@ class Steering:
     functions : mapping from int to callable
         ``function(hidden) -> hidden``, from and to (batch, positions, d), called in every forward pass. Under
         `generate` with a cache, positions are those of the step: the prompt first, then one token at a time.
-    site : {"residual", "attention", "mlp"}
+    site : {"residual", "attention", "mlp", "heads"}
+    positions : None, "last" or int
+        All positions; or of each row a single one, so that functions go from and to (batch, d): the last token that
+        the attention mask does not hide, which is -1 as well, the one before it, -2, and so on.
 
     Raises
     ------
     InputError
         A ValueError that names the argument: as `Taps`; and, when the model runs, for a function that returns anything
-        but a tensor of the shape, type and device that it was given.
+        but a tensor of the shape, type and device that it was given, or a row that is too short for its position.
 
     Examples
     --------
@@ -241,9 +248,21 @@ class Steering:
     """
 
     def __init__(
-        self, model: nn.Module, functions: Mapping[int, Callable[[Tensor], Tensor]], site: Site = "residual"
+        self,
+        model: nn.Module,
+        functions: Mapping[int, Callable[[Tensor], Tensor]],
+        site: Site = "residual",
+        positions: Literal["last"] | int | None = None,
     ) -> None:
+        whole = isinstance(positions, int | np.integer) and not isinstance(positions, bool)
+        if not (positions is None or positions == "last" or (whole and int(positions) < 0)):
+            raise InputError(f"positions={positions!r}: must be None (all of them), 'last' or a whole number below 0")
         anatomy = _Anatomy.of(model)
+        self.positions = positions
+        # Distance of the position from the last one.
+        self._back = 0 if positions in (None, "last") else -1 - int(positions)
+        self._decoder = anatomy.decoder
+        self._mask: Any = None
         layers = _checked_layers(list(functions), site, len(anatomy.blocks), "functions")
         for layer in layers:
             if not callable(functions[layer]):
@@ -257,16 +276,37 @@ class Steering:
         if self._hooks is not None:
             raise InputError("steering: is active already; make another Steering to nest them")
         with ExitStack() as hooks:
+            if self.positions is not None:
+                hooks.callback(self._decoder.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+            steer = self._steer if self.positions is None else self._steer_one
             for layer, place in self._places.items():
-                hooks.callback(place.on_value(partial(self._steer, layer)).remove)
+                hooks.callback(place.on_value(partial(steer, layer)).remove)
             self._hooks = hooks.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Remove the hooks."""
         hooks, self._hooks = self._hooks, None
+        self._mask = None
         if hooks is not None:
             hooks.close()
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._mask = _argument(module, "attention_mask", args, kwargs)
+
+    def _steer_one(self, layer: int, hidden: Tensor) -> Tensor:
+        """One position of each row through the function, the others as they are."""
+        n, rows = hidden.shape[1], torch.arange(len(hidden), device=hidden.device)
+        if self._mask is None or n == 1:
+            last = torch.full_like(rows, n - 1)
+        else:
+            last = _last_real(self._mask, n).to(hidden.device).expand(len(rows))
+        places = last - self._back
+        if bool((places < 0).any()):
+            raise InputError(f"positions={self.positions}: row {int(places.argmin())} has {int(last.min()) + 1} tokens")
+        steered = hidden.clone()
+        steered[rows, places] = self._steer(layer, hidden[rows, places])
+        return steered
 
     def _steer(self, layer: int, hidden: Tensor) -> Tensor:
         steered = self.functions[layer](hidden)
@@ -425,7 +465,7 @@ def record(
     offsets = np.concatenate([[0], np.cumsum(lengths)]) if positions == "all" else None
     n_rows = int(offsets[-1]) if offsets is not None else len(lengths)
     numpy_dtype = np.dtype(np.float16 if dtype == torch.float16 else np.float32)
-    shape = (n_rows, anatomy.width)
+    shape = (n_rows, anatomy.width_of(chosen[0], site))
     reader = _Reader(anatomy, input_ids, lengths, chosen, site, padding_side, offsets, dtype)
     order = np.argsort(-lengths, kind="stable")
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
@@ -479,6 +519,73 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
     True
     """
     return _Anatomy.of(model).blocks
+
+
+def output_projection(model: nn.Module, layer: int) -> nn.Module:
+    """Return the module that joins the heads of a block's attention: the last of the attention, found by its name.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model, or one wrapped by PEFT.
+    layer : int
+        From 1 to L.
+
+    Returns
+    -------
+    torch.nn.Module
+        The model's own; it takes (batch, positions, heads * width of a head).
+
+    Raises
+    ------
+    InputError
+        A ValueError: for a layer that the model has not, or where no such module can be told.
+
+    Examples
+    --------
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=3, n_head=2))
+    >>> output_projection(model, 2) is model.transformer.h[1].attn.c_proj
+    True
+    """
+    anatomy = _Anatomy.of(model)
+    (chosen,) = _checked_layers([layer], "heads", len(anatomy.blocks), "layer")
+    return anatomy.projection(chosen)
+
+
+def head_shape(model: nn.Module) -> tuple[int, int, int]:
+    """Return the number of layers, of query heads in each, and the width of what a head gives.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model, or one wrapped by PEFT.
+
+    Returns
+    -------
+    tuple of int, of shape (3,)
+
+    Raises
+    ------
+    InputError
+        A ValueError: where the configuration does not state the number of heads, or layers differ.
+
+    Examples
+    --------
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> head_shape(GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=3, n_head=2)))
+    (3, 2, 8)
+    """
+    anatomy = _Anatomy.of(model)
+    name, n = type(model).__name__, len(anatomy.blocks)
+    heads = getattr(anatomy.config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise InputError(f"model={name}: its configuration must state num_attention_heads; got {heads!r}")
+    widths = {anatomy.width_of(layer, "heads") for layer in range(1, n + 1)}
+    if len(widths) != 1 or min(widths) % heads:
+        found = ", ".join(map(str, sorted(widths)))
+        raise InputError(f"model={name}: output projections take {found}; must be a multiple of {heads} heads, alike")
+    return n, heads, widths.pop() // heads
 
 
 def n_layers(model: nn.Module) -> int:
@@ -580,10 +687,38 @@ class _Anatomy:
     def vocabulary(self) -> int:
         return int(self.config.vocab_size)
 
+    def width_of(self, layer: int, site: Site) -> int:
+        """Values of an activation."""
+        if site != "heads":
+            return self.width
+        projection: Any = self.projection(layer)
+        width = getattr(projection, "in_features", None)
+        # A Conv1D of transformers keeps its weight as (in, out).
+        return int(projection.weight.shape[0] if width is None else width)
+
+    def projection(self, layer: int) -> nn.Module:
+        """What joins the heads of a layer."""
+        attention = _module_of(self.blocks[layer - 1], layer, "heads")
+        named: dict[str, nn.Module] = {}
+        for path, module in attention.named_modules():
+            # The outermost of a name: an adapter has another one inside.
+            named.setdefault(path.rpartition(".")[2], module)
+        name = next((name for name in PROJECTION_NAMES if name in named), None)
+        if name is None:
+            seen = ", ".join(name for name, _ in attention.named_children())
+            wanted = ", ".join(PROJECTION_NAMES)
+            raise InputError(
+                f"site='heads': the attention of block {layer} must have an output projection named one of {wanted}; "
+                f"it has {seen}"
+            )
+        return named[name]
+
     def place(self, layer: int, site: Site) -> _Place:
         """Where a layer's activation can be seen."""
         if site == "residual":
             return _Place(self.blocks[0], True) if layer == 0 else _Place(self.blocks[layer - 1], False)
+        if site == "heads":
+            return _Place(self.projection(layer), True)
         return _Place(_module_of(self.blocks[layer - 1], layer, site), False)
 
 
@@ -622,16 +757,17 @@ def _depth(path: str) -> int:
 def _module_of(block: nn.Module, layer: int, site: Site) -> nn.Module:
     """The attention or the MLP of a block."""
     found = {}
+    kind = "attention" if site == "heads" else site
     for name, module in block.named_children():
         # A module's name in the block counts before that of its class, which may have a family's name in it.
-        if _kind_of(name) == site or (_kind_of(name) is None and _kind_of(type(module).__name__) == site):
+        if _kind_of(name) == kind or (_kind_of(name) is None and _kind_of(type(module).__name__) == kind):
             found[name] = module
     if len(found) != 1:
         seen = ", ".join(name for name, _ in block.named_children())
         what = "no module" if not found else f"{len(found)} modules ({', '.join(found)})"
         raise InputError(f"site={site!r}: {what} of block {layer} can be told to be it, among {seen}")
     (name, module), *_ = found.items()
-    if "residual" in inspect.signature(module.forward).parameters:
+    if site != "heads" and "residual" in inspect.signature(module.forward).parameters:
         raise InputError(f"site={site!r}: {name} of block {layer} adds the residual stream to its output itself")
     return module
 

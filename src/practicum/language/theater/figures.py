@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
 from practicum.language.theater.beliefs import Beliefs, beliefs_of
@@ -24,9 +23,10 @@ from practicum.language.theater.stopping import (
     exit_curve,
 )
 from practicum.language.theater.traces import Trace
+from practicum.toolbox import pages
 from practicum.toolbox.errors import InputError
+from practicum.toolbox.pages import COLOURS, drawn, heading, paragraph, table
 
-COLOURS = ("#2a6fbb", "#c2571a", "#3d8b4f", "#8a4fa3", "#8c6d1f")
 CONFIDENCES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.99, 0.999, 1.01)
 AGREEMENTS = (1, 2, 3, 4, 5, 6, 8, 1000)
 
@@ -227,27 +227,13 @@ def write_page(
     groups: dict[str, list[int]] = {}
     for i, trace in enumerate(traces):
         groups.setdefault(trace.group or "all", []).append(i)
-    parts = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(note)}</p>" for note in notes)]
+    parts = [paragraph(note) for note in notes]
     parts.append(_summary(traces, groups, read))
     for group, members in groups.items():
         parts += _group_part(group, [traces[i] for i in members], _some(read, members), examples)
     everything = {"all together": list(range(len(traces)))} if len(groups) > 1 else {}
     parts.append(_inflection_table(traces, {**groups, **everything}, read["probe"]))
-    Path(path).write_text(PAGE.format(title=html.escape(title), script=get_plotlyjs(), body="\n".join(parts)), "utf-8")
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #222; }}
-table {{ border-collapse: collapse; margin: 1rem 0; }}
-th, td {{ border-bottom: 1px solid #ddd; padding: .3rem .8rem; text-align: right; }}
-th:first-child, td:first-child {{ text-align: left; }}
-blockquote {{ margin: .5rem 0; padding-left: .8rem; border-left: 3px solid #ccc; white-space: pre-wrap; }}
-</style><script>{script}</script></head><body>
-{body}
-</body></html>
-"""
+    pages.write_page(path, title, parts)
 
 
 def _some(read: Mapping[str, list[Beliefs]], members: Sequence[int]) -> dict[str, list[Beliefs]]:
@@ -265,14 +251,14 @@ def _summary(traces: Sequence[Trace], groups: Mapping[str, Sequence[int]], read:
             cells.append(f"{result.rate:.3f} ({result.ci[0]:.3f} to {result.ci[1]:.3f})")
         rows.append(cells)
     head = ["group", "chains", "tokens a chain", "performativity (probe)", "performativity (forced answer)"]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _group_part(group: str, traces: Sequence[Trace], read: Mapping[str, list[Beliefs]], examples: int) -> list[str]:
     results = {name: performativity(traces, read[name], read["monitor"]) for name in ("probe", "forced answer")}
     parts = [
-        f"<h2>{html.escape(group)}</h2>",
-        _drawn(curves_figure(results, "read by", "What is believed, and what is said")),
+        heading(group),
+        drawn(curves_figure(results, "read by", "What is believed, and what is said")),
     ]
     if all(trace.gold is not None for trace in traces):
         longest = max(len(trace.cot_ids) for trace in traces)
@@ -286,12 +272,12 @@ def _group_part(group: str, traces: Sequence[Trace], read: Mapping[str, list[Bel
                 traces, budget_scores(traces), forced, np.linspace(0, longest + 1, 12).round().tolist()
             ),
         }
-        parts.append(_drawn(exit_figure(rules, "What stopping early saves and costs")))
+        parts.append(drawn(exit_figure(rules, "What stopping early saves and costs")))
     for trace, *beliefs in zip(traces[:examples], *(rows[:examples] for rows in read.values()), strict=True):
         told = f"answered {trace.answer}" + ("" if trace.gold is None else f"; right is {trace.gold}")
-        parts.append(f"<h3>{html.escape(_shortened(trace.question, 160))}</h3><p>{html.escape(told)}</p>")
+        parts.append(heading(_shortened(trace.question, 160), 3) + paragraph(told))
         parts.append(f"<blockquote>{html.escape(trace.text)}</blockquote>")
-        parts.append(_drawn(belief_figure(trace, dict(zip(read, beliefs, strict=True)))))
+        parts.append(drawn(belief_figure(trace, dict(zip(read, beliefs, strict=True)))))
     return parts
 
 
@@ -305,7 +291,7 @@ def _inflection_table(traces: Sequence[Trace], groups: Mapping[str, Sequence[int
         rows.append([group, str(large), _share(found.p_large), str(small), _share(found.p_small), _ratio(found)])
         lags = ", ".join(f"{lag:+d}: {count}" for lag, count in found.lags.items())
         rows[-1] += ["–" if found.auroc is None else f"{found.auroc:.2f}", lags or "–", found.verdict]
-    return "<h2>Shifts of the probe's belief, and inflections in the text</h2>" + _table(head, rows)
+    return heading("Shifts of the probe's belief, and inflections in the text") + table(head, rows)
 
 
 def _share(value: float | None) -> str:
@@ -316,17 +302,6 @@ def _ratio(found: Inflections) -> str:
     if found.risk_ratio is None or found.ci is None:
         return "–"
     return f"{found.risk_ratio:.2f} ({found.ci[0]:.2f} to {found.ci[1]:.2f})"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _drawn(figure: go.Figure) -> str:
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False}))
 
 
 def _marked(option: str, trace: Trace) -> str:

@@ -8,6 +8,7 @@ token-wise methods before it stand beside it, on the same surgery.
 from practicum.toolbox.extras import requires
 
 with requires("serving", "shotkv"):
+    from practicum.serving.shotkv.bench import KVFundaBench, kvfundabench
     from practicum.serving.shotkv.cache import ShotKVCache, ShotKVLayer, ShotKVReport
     from practicum.serving.shotkv.policies import (
         H2O,
@@ -18,16 +19,20 @@ with requires("serving", "shotkv"):
         SnapKV,
         StreamingLLM,
     )
-    from practicum.serving.shotkv.press import Press, Prompt
+    from practicum.serving.shotkv.press import Press, Prompt, Reading, read
+    from practicum.serving.shotkv.tasks import ShotItem, read_shot_items, shot_items
     from practicum.serving.shotkv.units import Unit, UnitSpans, split_units
 
 __all__ = [
     "H2O",
     "ChunkKV",
+    "KVFundaBench",
     "Press",
     "Prompt",
     "PyramidKV",
     "RandomUnits",
+    "Reading",
+    "ShotItem",
     "ShotKV",
     "ShotKVCache",
     "ShotKVLayer",
@@ -36,5 +41,9 @@ __all__ = [
     "StreamingLLM",
     "Unit",
     "UnitSpans",
+    "kvfundabench",
+    "read",
+    "read_shot_items",
+    "shot_items",
     "split_units",
 ]
