@@ -43,7 +43,14 @@ from practicum.language.trim.fingerprints import Fingerprints, mean_states, samp
 from practicum.language.trim.saliency import aggregate
 from practicum.language.trim.shards import Scored, score_in_shards
 from practicum.language.trim.states import StateReader
-from practicum.language.trim.tasks import FAMILIES, WANTED, instruction_pool, wanted_samples, with_filler
+from practicum.language.trim.tasks import (
+    FAMILIES,
+    WANTED,
+    instruction_pool,
+    reworded_samples,
+    wanted_samples,
+    with_filler,
+)
 from practicum.language.trim.training import response_log_probs
 from practicum.toolbox.errors import InputError
 from practicum.toolbox.kv import AttentionCall, AttentionTap
@@ -1252,3 +1259,11 @@ def test_rows_of_a_trunk_are_those_of_the_samples(llama):
     read_states(model, tokenizer, POOL, n_layers=1, trunk=trunk)
     assert set(trunk.kept) == {TokenRow(sample.ids) for sample in SampleTokenizer(tokenizer).tokenize(POOL)}
     assert not any(states.requires_grad or states.is_inference() for states in trunk.kept.values())
+
+
+def test_reworded_samples_ask_the_same_and_work_it_otherwise():
+    for plain, reworded in zip(wanted_samples(20, 3), reworded_samples(20, 3), strict=True):
+        assert reworded["prompt"] == plain["prompt"]
+        numbers = plain["response"].split(" = ")[1].split(".")[0]
+        assert numbers in reworded["response"]
+        assert plain["response"].split(". ")[0] not in reworded["response"]

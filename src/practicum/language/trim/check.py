@@ -36,7 +36,7 @@ from practicum.language.trim.samples import (
 )
 from practicum.language.trim.selector import CoresetSelector, TrimSelector, read_states
 from practicum.language.trim.states import TokenStates
-from practicum.language.trim.tasks import WANTED, instruction_pool, wanted_samples, with_filler
+from practicum.language.trim.tasks import WANTED, instruction_pool, reworded_samples, wanted_samples, with_filler
 from practicum.language.trim.training import (
     Checkpoint,
     fine_tune,
@@ -143,6 +143,9 @@ class TrimCheck(Check):
         Comparison("transfers-between-models", metric="gain kept", arm="trim-transfer", value_at_least=0.9),
         Comparison(
             "weights-help", metric="precision (noisy)", arm="trim", against="trim-uniform", difference_above=0.0
+        ),
+        Comparison(
+            "selects-reworded", metric="precision (reworded)", arm="trim", against="minilm", difference_above=0.0
         ),
     )
     seeds = {"quick": 2, "full": 5, "paper": 5}
@@ -352,6 +355,10 @@ class TrimCheck(Check):
                 f"Without masking what the chat template writes, the precision is {precise['trim-template']:.2f} "
                 f"instead of {precise['trim']:.2f}."
             )
+        reworded = {name: of["precision (reworded)"] for name, of in means.items() if "precision (reworded)" in of}
+        if reworded:
+            told = ", ".join(f"{name} {reworded[name]:.2f}" for name in sorted(reworded, key=lambda n: -reworded[n]))
+            yield f"Where the target's responses are worded otherwise than the pool's: {told}."
         losses = {name: of["loss"] for name, of in means.items() if "loss" in of}
         if losses:
             told = ", ".join(f"{name} {losses[name]:.3f}" for name in sorted(losses, key=lambda n: losses[n]))
@@ -495,6 +502,15 @@ class Work:
         return with_filler(wanted_samples(N_TARGET, seed), seed + 1)
 
     @cached_property
+    def reworded_target(self) -> list[dict[str, str]]:
+        """Target samples that show their working in other words than the pool."""
+        return reworded_samples(N_TARGET, self.request.seed)
+
+    @cached_property
+    def _reworded_states(self) -> TokenStates:
+        return self._states(self.reworded_target, True)
+
+    @cached_property
     def _noisy_states(self) -> tuple[TokenStates, TokenStates]:
         return self._states(self.noisy_target, True, trunk=None), self._states(self.noisy_pool, False, trunk=None)
 
@@ -544,7 +560,7 @@ class Work:
         missing: dict[str, str] = {}
         if self.own:
             missing |= dict.fromkeys(("precision", "precision at 5 %", "loss (low overlap)"), NOT_YOURS)
-            missing["precision (noisy)"] = NOT_YOURS
+            missing |= dict.fromkeys(("precision (noisy)", "precision (reworded)"), NOT_YOURS)
         else:
             five = max(1, int(FRACTION * len(self.pool)))
             values["precision"] = self._precision(chosen)
@@ -554,6 +570,9 @@ class Work:
                 values["precision (noisy)"] = noise
             elif self.is_quick:
                 missing["precision (noisy)"] = NEEDS_FULL
+            reworded = self._reworded_precision(name, noisy)
+            if reworded is not None:
+                values["precision (reworded)"] = reworded
         if trained:
             found = self.trained(chosen)
             values |= found.values
@@ -599,6 +618,20 @@ class Work:
             return None
         best = self.chosen(scores, self.sizes.noisy_per_family)
         return float(np.mean([self.noisy_pool[i]["family"] == WANTED for i in best]))
+
+    def _reworded_precision(self, name: str, selector: CoresetSelector | None) -> float | None:
+        """Of what is chosen when the target's responses are worded otherwise than the pool's."""
+        if selector is not None:
+            scores = clone(selector).fit(self.reworded_target).score_samples(self.pool)
+        elif name in ("trim", "trim-uniform"):
+            settings = {"saliency": "uniform"} if name == "trim-uniform" else {}
+            scores = self._trim(**settings).fit_states(self._reworded_states).score_states(self.pool_states)[:, 0]
+        elif name in ("rds-last", "rds-mean"):
+            rds = RepresentationSelector(self.model, self.tokenizer, pool=name[4:], format=self.format)  # type: ignore[arg-type]
+            scores = rds.fit_states(self._reworded_states).score_states(self.pool_states)[:, 0]
+        else:
+            return None
+        return self._precision(self.chosen(scores))
 
     def trained(self, chosen: tuple[int, ...]) -> Metrics:
         """Loss and exact answers on the tests after training on the chosen samples."""

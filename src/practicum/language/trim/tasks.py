@@ -242,6 +242,34 @@ def wanted_samples(n: int, random_state: int = 0) -> list[Sample]:
     return _distinct(one_step_in_other_words, n, rng)
 
 
+def reworded_samples(n: int, random_state: int = 0) -> list[Sample]:
+    """The samples of `wanted_samples` with the working of their responses in other words than the pool's.
+
+    Parameters
+    ----------
+    n : int
+    random_state : int
+
+    Returns
+    -------
+    list of dict with "prompt" and "response"
+        Shape (n,).
+
+    Examples
+    --------
+    >>> print(reworded_samples(1)[0]["response"])
+    The total comes to 31 passengers, since 25 plus 6 makes 31.
+    """
+    return [{**sample, "response": _in_other_words(sample["response"])} for sample in wanted_samples(n, random_state)]
+
+
+def _in_other_words(response: str) -> str:
+    sum_, _, said = response.partition(". ")
+    a, sign, b, _, total = sum_.split()
+    verb = {"+": "plus", "-": "less", "*": "times"}[sign]
+    return f"The total comes to {total} {said.split()[3]}, since {a} {verb} {b} makes {total}."
+
+
 def with_filler(samples: list[Sample], random_state: int = 0) -> list[Sample]:
     """The same samples with some 40 tokens of small talk around each response.
 
