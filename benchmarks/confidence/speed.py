@@ -21,8 +21,8 @@ from practicum.checks.store import versions
 from practicum.language.confidence import ConfidenceFormat, VerbalConfidence, linear_lora, task_items
 from practicum.language.confidence.generation import decode
 from practicum.language.confidence.pool import TEMPLATE, labeled_pool
-from practicum.language.confidence.trunk import Forward
 from practicum.models import load_language_model
+from practicum.toolbox.trunk import Forward
 
 OUT = Path(__file__).resolve().parents[2] / "results" / "benchmarks" / "confidence.json"
 N_SAMPLES, NEW_TOKENS, LONG = 10, 16, 100

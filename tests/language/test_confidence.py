@@ -37,9 +37,9 @@ from practicum.language.confidence.labels import QUOTE, balanced, matches, quote
 from practicum.language.confidence.pool import label_pool, labeled_pool, pool_items, shipped_labels, to_ship
 from practicum.language.confidence.tiny import tiny_model
 from practicum.language.confidence.transfer import MIXTURE, mixture, pooled
-from practicum.language.confidence.trunk import Forward, Group, TokenRow, first_trained_block, grouped, pack
 from practicum.toolbox.choices import ChoiceScorer
 from practicum.toolbox.errors import InputError
+from practicum.toolbox.trunk import Forward, Group, TokenRow, first_trained_block, grouped, pack
 
 ARCHITECTURES = ["llama", "qwen2", "gpt2"]
 DECOMPOSED = ConfidenceFormat("decomposed")

@@ -9,6 +9,8 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from practicum.toolbox.errors import InputError
+
 COLOURS = ("#2a6fbb", "#c2571a", "#3d8b4f", "#8a4fa3", "#8c6d1f", "#1f8c8a", "#b03060", "#555555")
 
 _PAGE = """<!doctype html>
@@ -20,14 +22,14 @@ table {{ border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: 
 th, td {{ border-bottom: 1px solid #ddd; padding: .3rem .8rem; text-align: right; }}
 th:first-child, td:first-child {{ text-align: left; }}
 blockquote {{ margin: .5rem 0; padding-left: .8rem; border-left: 3px solid #ccc; white-space: pre-wrap; }}
-</style><script>{script}</script></head><body>
+{style}</style><script>{script}</script></head><body>
 <h1>{title}</h1>
 {body}
 </body></html>
 """
 
 
-def write_page(path: Path | str, title: str, parts: Iterable[str]) -> None:
+def write_page(path: Path | str, title: str, parts: Iterable[str], style: str = "") -> Path:
     """Write a page.
 
     Parameters
@@ -36,18 +38,33 @@ def write_page(path: Path | str, title: str, parts: Iterable[str]) -> None:
     title : str
     parts : iterable of str
         HTML, of `paragraph`, `heading`, `table` and `drawn`.
+    style : str
+        Further rules of CSS.
+
+    Returns
+    -------
+    pathlib.Path
+
+    Raises
+    ------
+    InputError
+        A ValueError: for a path that cannot be written.
 
     Examples
     --------
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_page(Path(folder, "page.html"), "1 < 2", [paragraph("So it is.")])
-    ...     text = Path(folder, "page.html").read_text()
+    ...     text = write_page(Path(folder, "page.html"), "1 < 2", [paragraph("So it is.")]).read_text()
     >>> "<h1>1 &lt; 2</h1>" in text, "So it is." in text
     (True, True)
     """
     body = "\n".join(parts)
-    Path(path).write_text(_PAGE.format(title=html.escape(title), script=get_plotlyjs(), body=body), "utf-8")
+    page = _PAGE.format(title=html.escape(title), style=style, script=get_plotlyjs(), body=body)
+    try:
+        Path(path).write_text(page, "utf-8")
+    except OSError as error:
+        raise InputError(f"path={str(path)!r}: cannot be written: {error.strerror}") from error
+    return Path(path)
 
 
 def paragraph(text: str) -> str:

@@ -20,8 +20,8 @@ with requires("language", "confidence"):
         transfer_matrix,
         write_page,
     )
-    from practicum.language.confidence.trunk import FrozenTrunk
     from practicum.language.confidence.verbal import ConfResult, VerbalConfidence, linear_lora
+    from practicum.toolbox.trunk import FrozenTrunk
 
 __all__ = [
     "CalibrationReport",

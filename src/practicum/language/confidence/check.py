@@ -28,12 +28,12 @@ from practicum.language.confidence.transfer import (
     split,
     top_trunk,
 )
-from practicum.language.confidence.trunk import FrozenTrunk, TokenRow
 from practicum.language.confidence.verbal import VerbalConfidence, linear_lora
 from practicum.models import load_language_model
 from practicum.toolbox.cache import cache_folder, cache_key, load_or_build
 from practicum.toolbox.calibration import TemperatureScaling
 from practicum.toolbox.taps import fingerprint
+from practicum.toolbox.trunk import FrozenTrunk, TokenRow
 
 FAMILIES = ("reasoning", "copy")
 HELD_OUT = ("minus", "letters")

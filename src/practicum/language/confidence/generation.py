@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from practicum.language.confidence.trunk import forward_arguments
+from practicum.toolbox.trunk import forward_arguments
 
 
 @dataclass

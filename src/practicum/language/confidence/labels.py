@@ -16,8 +16,8 @@ from sklearn.isotonic import IsotonicRegression
 from practicum.language.confidence.format import ConfidenceFormat
 from practicum.language.confidence.generation import decode, stop_ids
 from practicum.language.confidence.items import ConfItem, LabeledItem
-from practicum.language.confidence.trunk import Forward, TokenRow
 from practicum.toolbox.errors import InputError
+from practicum.toolbox.trunk import Forward, TokenRow
 
 Match = Literal["exact", "number"] | Callable[[str, str], bool]
 QUOTE = (

@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from practicum.language.confidence.format import ConfidenceFormat
 from practicum.language.confidence.items import ConfItem, LabeledItem
-from practicum.language.confidence.trunk import FrozenTrunk
 from practicum.language.confidence.verbal import VerbalConfidence, linear_lora
 from practicum.toolbox.calibration import (
     ReliabilityCurve,
@@ -27,6 +26,7 @@ from practicum.toolbox.calibration import (
 from practicum.toolbox.errors import InputError
 from practicum.toolbox.extras import requires
 from practicum.toolbox.taps import decoder_blocks
+from practicum.toolbox.trunk import FrozenTrunk
 
 MIXTURE = "mixture"
 N_RESAMPLES = 2000

@@ -21,9 +21,9 @@ from practicum.language.confidence.format import ConfidenceFormat
 from practicum.language.confidence.generation import Decoded, decode, step, stop_ids
 from practicum.language.confidence.items import ConfItem, LabeledItem
 from practicum.language.confidence.labels import Match, matches
-from practicum.language.confidence.trunk import Forward, FrozenTrunk, TokenRow, usable_trunk
 from practicum.toolbox.errors import InputError
 from practicum.toolbox.taps import decoder_blocks
+from practicum.toolbox.trunk import Forward, FrozenTrunk, TokenRow, usable_trunk
 
 Aggregate = Literal["product", "min", "reasoning", "evidence", "family"]
 AGGREGATES = ("product", "min", "reasoning", "evidence", "family")

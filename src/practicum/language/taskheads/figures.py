@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
 from pathlib import Path
 
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
 from practicum.language.taskheads.heads import LexicalTaskHeads, overlap, sharing
+from practicum.toolbox import pages
 from practicum.toolbox.errors import InputError
 
 TITLES = {"examples": "given by examples", "instruction": "given by an instruction"}
 MARK = "#c2571a"
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c2530 }
-table { border-collapse: collapse; margin: .5rem 0 1.5rem }
-th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #d7dde4; vertical-align: top }
-h1 { margin-bottom: .2rem }
-.note { color: #51606f }
+STYLE = """.note { color: #51606f }
+td:last-child { text-align: left }
 .token { white-space: pre; background: #eef2f6; border-radius: 3px; padding: 0 .25rem; margin-right: .15rem }
 .word { background: #f7dfd0 }
 """
@@ -142,25 +137,14 @@ def write_task_page(finder: LexicalTaskHeads, task: str, path: Path | str, n_hea
     True
     """
     _require_task(finder, task)
-    figure = head_figure(finder, task)
     parts = [
-        f"<h1>{html.escape(task)}</h1>",
         f'<p class="note">{html.escape(_summary(finder, task))}</p>',
         _styles_table(finder, task),
-        str(figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})),
+        pages.drawn(head_figure(finder, task)),
         *(_tokens_table(finder, task, style, n_heads) for style in finder.styles_),
         _others_table(finder, task),
     ]
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(task)}: task heads</title>'
-        f"<style>{STYLE}</style><script>{get_plotlyjs()}</script></head><body>{''.join(parts)}</body></html>"
-    )
-    path = Path(path)
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"path={str(path)!r}: cannot be written: {error.strerror}") from error
-    return path
+    return pages.write_page(path, task, parts, STYLE)
 
 
 def _require_task(finder: LexicalTaskHeads, task: str) -> None:
@@ -197,7 +181,7 @@ def _styles_table(finder: LexicalTaskHeads, task: str) -> str:
         if finder.n_dropped_[task][style]:
             counted += f" ({finder.n_dropped_[task][style]} left out: the answer begins with white space)"
         rows.append([prompt, f"{finder.accuracy_[task][style]:.0%}", counted, heads])
-    return _table(["The task is", "Answered", "Prompts counted", "Heads (layer.head)"], rows)
+    return pages.table(["The task is", "Answered", "Prompts counted", "Heads (layer.head)"], rows)
 
 
 def _tokens_table(finder: LexicalTaskHeads, task: str, style: str, n_heads: int) -> str:
@@ -231,12 +215,6 @@ def _others_table(finder: LexicalTaskHeads, task: str) -> str:
         [name, *(f"{overlap(finder.heads_[task][s], finder.heads_[name][s]):.2f}" for s in finder.styles_)]
         for name in others
     ]
-    return "<h2>Overlap with the heads of other tasks</h2>" + _table(
+    return pages.heading("Overlap with the heads of other tasks") + pages.table(
         ["Task", *(TITLES[style] for style in finder.styles_)], rows
     )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-    return f"<table><tr>{cells}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

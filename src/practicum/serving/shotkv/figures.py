@@ -28,8 +28,8 @@ def change_figure(bench: KVFundaBench) -> go.Figure:
     --------
     >>> from practicum.serving.shotkv.bench import Cell
     >>> cells = [Cell("sums", "full", 1.0, 0, 0.1, 0.8, 0.5), Cell("sums", "h2o", 0.1, 0, 0.9, 0.4, 0.0)]
-    >>> change_figure(KVFundaBench(cells)).data[0].z
-    ((-0.5,),)
+    >>> [list(row) for row in change_figure(KVFundaBench(cells)).data[0].z]
+    [[-0.5]]
     """
     methods = bench.methods
     z = [[bench.change(task, method, ratio) for method, ratio in methods] for task in bench.tasks]
