@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV   := .venv
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
-USE    := retrieval,clustering,language,embedded,peers
+USE    := retrieval,clustering,language,serving,embedded,peers
 WORK   := $(USE),dask,ray,test,browser,lint,docs
 PINS   := pyproject.toml constraints.txt requirements-data.txt
 export OMP_NUM_THREADS ?= 1
