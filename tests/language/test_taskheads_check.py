@@ -193,3 +193,13 @@ def test_remarks_name_tasks_that_fail_and_peers_that_win():
     assert repaired.endswith("for 2 of 2 tasks.")
     assert peers == "More answers than by lexical heads are repaired by: task vector."
     assert list(TaskHeadsCheck().remarks({})) == []
+
+
+def test_a_task_without_heads_is_repaired_by_none(own_model):
+    tasks = {name: Task(name, **fields) for name, fields in TASKS.items()}
+    bare = Work(Request(scale="full", seed=1, model=own_model), SIZES, tasks)
+    name = next(iter(bare.failing))
+    bare.finder.heads_[name] = {style: [] for style in bare.finder.heads_[name]}
+    for arm in ("lexical", "retrieval", "whole layers", "function vector"):
+        assert bare.edited_heads(arm, name) == [[]]
+        assert bare.repair(arm, name)[0] == 0

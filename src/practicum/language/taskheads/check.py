@@ -456,7 +456,8 @@ class Work:
         if kind == "retrieval":
             return [self._top(self.retrieval_scores(task), len(lexical))]
         if kind == "function vector":
-            return [self._top(self._indirect_effects[task], len(lexical))]
+            # As many as there are lexical heads: where there are none, none.
+            return [self._top(self._indirect_effects[task], len(lexical)) if lexical else []]
         return [lexical]
 
     @staticmethod

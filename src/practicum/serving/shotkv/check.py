@@ -127,7 +127,7 @@ class ShotKVCheck(Check):
         """Load the model and write the prompts."""
         sizes = request.pick(
             quick=Sizes(("mixed", "sums"), 3, 12, 0, 8000, 2, (KEEP,)),
-            full=Sizes(TASKS, 5, 20, 10, 8000, 8, RATIOS),
+            full=Sizes(TASKS, 4, 20, 10, 8000, 8, RATIOS),
             paper=Sizes(TASKS, 20, 50, 20, 8000, 64, RATIOS),
         )
         loaded = load_language_model(request.model, device=request.device)
