@@ -35,7 +35,7 @@ class MemoryLMConfig(LlamaConfig):
     ``practicum.language`` and using any name of this method registers the model with ``AutoConfig``, ``AutoModel`` and
     ``AutoModelForCausalLM``.
 
-    Parameters
+    Attributes
     ----------
     flex_beta : float, default=0.0
         :math:`\beta` of at least 0 and below 8; the paper has 0, 1, 2 and 3.
@@ -55,8 +55,8 @@ class MemoryLMConfig(LlamaConfig):
         ``attach_lookups(free_memory_weights=True)`` has not: it runs on its table alone.
     memory_fingerprint : str, optional
         Which table belongs to a model without memory networks.
-    **kwargs
-        As in `transformers.LlamaConfig`.
+    kwargs : dict
+        All others are those of `transformers.LlamaConfig`.
 
     Raises
     ------

@@ -134,11 +134,11 @@ class Evaluator:
     >>> config = LlamaConfig(
     ...     vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
     ... )
-    >>> item = TokenizedItem(torch.arange(1, 25)[None], torch.tensor([[3, 4]]), (Unit(1, 6), Unit(6, 12)))
+    >>> item = TokenizedItem(torch.arange(1, 25)[None], torch.tensor([[3, 4]]), (Unit(1, 6), Unit(6, 11)))
     >>> evaluator = Evaluator(LlamaForCausalLM(config).eval(), None)
     >>> reading = evaluator.read(item)  # keys (1, 2, 24, 8)
     >>> evaluator.answer(item, reading, ShotKV(0.5)).kept
-    6.0
+    5.0
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, *, accumulated: bool = True) -> None:
