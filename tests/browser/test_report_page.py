@@ -114,7 +114,7 @@ def test_it_shows_every_verdict_and_draws_every_plot_within_the_width(seen, widt
         assert badges.first.is_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     places = page.locator(".plot")
-    assert places.count() == 7
+    assert places.count() == 8
     for place in places.all():
         drawing = place.locator("svg.main-svg").first
         place_box, box = place.bounding_box(), drawing.bounding_box()
