@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,7 +102,7 @@ def _context_network(config: MemoryLMConfig) -> nn.Module:
     return nn.Sequential(nn.Linear(h, width, bias=bias), nn.Linear(width, h, bias=bias))
 
 
-class _Memory:
+class _Memory(ABC):
     """What the memories of all layers give for the tokens of one forward pass."""
 
     scales: Sequence[float]
@@ -114,8 +115,9 @@ class _Memory:
         recalled = self.unscaled(layer)
         return recalled if scale == 1 else scale * recalled
 
+    @abstractmethod
     def unscaled(self, layer: MemoryDecoderLayer) -> Tensor:
-        raise NotImplementedError
+        """The memory's output of one layer."""
 
 
 class _Computed(_Memory):
